@@ -1,1 +1,1 @@
-"""Benchmarks of this software. Each result is shown next to a floor measured in the same run. See README.md."""
+"""Measure the performance of this software, next to a floor that is measured in the same run. See README.md."""

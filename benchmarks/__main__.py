@@ -1,4 +1,4 @@
-"""``python -m benchmarks [--json FILE] [--plot FILE] [--quick] [NAME…]``."""
+"""Run benchmarks: ``python -m benchmarks [--json FILE] [--plot FILE] [--quick] [NAME…]``."""
 
 from __future__ import annotations
 
@@ -21,11 +21,14 @@ from tests.support import session
 
 
 def main() -> int:
-    """Exit code 0: all benches succeeded. 1: a bench failed or left something behind. 2: the run could not start."""
-    options = _options()
+    """Return the exit code.
+
+    0: all benches succeeded. 1: a bench failed or something was not removed. 2: the run could not start.
+    """
+    options = _parse_options()
     if os.geteuid() != 0:
         print(
-            "benchmarks: not running as root, which machines and mounts need. Run ./dev bench, which uses root.",
+            "benchmarks: not running as root, but machines and mounts need it: run ./dev bench, which runs as root.",
             file=sys.stderr,
         )
         return 2
@@ -39,14 +42,14 @@ def main() -> int:
     try:
         failed = bool(_run(options))
     finally:
-        left = leaks.wait_for_leftovers(before)
-        for line in left:
-            print(f"benchmarks: left behind: {line}", file=sys.stderr)
-    return 1 if left or failed else 0
+        leftovers = leaks.wait_for_leftovers(before)
+        for leftover in leftovers:
+            print(f"benchmarks: not removed: {leftover}", file=sys.stderr)
+    return 1 if leftovers or failed else 0
 
 
 def _run(options: argparse.Namespace) -> list[str]:
-    """Run the benches, show and write the results. Returns the names of the benches that failed."""
+    """Run the benches, and show and write their results. Returns the names of the benches that failed."""
     started = datetime.now(UTC)
     progress, out = Console(stderr=True), report.wide_console()
     results: list[Result] = []
@@ -64,15 +67,15 @@ def _run(options: argparse.Namespace) -> list[str]:
         # Reading the platform creates a host, which a run of only the jail bench does not need.
         platform = ctx.kvm_xfs.host.platform if "kvm_xfs" in vars(ctx) else None
         machine = report.machine(platform.accelerator if platform else "", platform.qemu_version if platform else "")
-    found = report.document(results, failed, machine=machine, quick=options.quick, started=started)
+    document = report.document(results, failed, machine=machine, quick=options.quick, started=started)
     if options.json:
-        options.json.write_text(json.dumps(found, indent=1) + "\n")
-    if options.plot and plot.DRAWN & found["benches"].keys():
-        plot.draw(found, options.plot)
+        options.json.write_text(json.dumps(document, indent=1) + "\n")
+    if options.plot and plot.DRAWN & document["benches"].keys():
+        plot.draw(document, options.plot)
     return failed
 
 
-def _options() -> argparse.Namespace:
+def _parse_options() -> argparse.Namespace:
     names = [bench.name for bench in BENCHES]
     lines = [f"  {bench.name:10} {bench.title}" for bench in BENCHES]
     parser = argparse.ArgumentParser(
@@ -89,7 +92,7 @@ def _options() -> argparse.Namespace:
     parser.add_argument("names", nargs="*", metavar="NAME", help="benches to run (default: all)")
     options = parser.parse_args()
     if unknown := [name for name in options.names if name not in names]:
-        parser.error(f"unknown bench: {', '.join(unknown)}. Available: {', '.join(names)}")
+        parser.error(f"unknown bench: {', '.join(unknown)}. Available benches: {', '.join(names)}")
     options.names = options.names or names
     if options.plot and not plot.DRAWN & set(options.names):
         parser.error(f"--plot draws only {' and '.join(sorted(plot.DRAWN))}: add at least one of them")

@@ -12,38 +12,38 @@ from collections.abc import Iterator
 from benchmarks.timers import Span, Timers
 from sandbox_gateway.engine.agent_client import AgentClient
 
-_SECONDS = 60.0
+_TIMEOUT_SECONDS = 60.0
 
 
 class Answers:
-    """``with watching() as answers: …`` records every answer of an agent to the identity exchange."""
+    """Records every answer of an agent to the identity exchange: ``with watching() as answers: …``"""
 
     def __init__(self, timers: Timers) -> None:
         self._timers = timers
 
     def forget(self) -> None:
+        """Forget all exchanges so far."""
         self._timers.take()
 
     def wait(self, count: int) -> list[Span]:
-        """Return the exchanges that agents have answered since ``forget``, in the order in which they ended.
+        """Wait for ``count`` answered exchanges since ``forget``. Return them in the order in which they ended.
 
-        Waits until there are ``count`` exchanges. Returns fewer after a timeout.
+        Returns fewer exchanges after a timeout.
         """
-        deadline = time.perf_counter() + _SECONDS
-        while len(found := self._answered_exchanges()) < count and time.perf_counter() < deadline:
+        deadline = time.perf_counter() + _TIMEOUT_SECONDS
+        while len(exchanges := self._answered_exchanges()) < count and time.perf_counter() < deadline:
             time.sleep(0.0005)
-        return sorted(found, key=lambda span: span.end)
+        return sorted(exchanges, key=lambda span: span.end)
 
     def _answered_exchanges(self) -> list[Span]:
-        return self._timers.returned("line") + self._timers.returned("exchange", "/identity")
+        return self._timers.completed_calls("line") + self._timers.completed_calls("exchange", "/identity")
 
 
 @contextlib.contextmanager
 def watching() -> Iterator[Answers]:
+    """Record the answers inside this context."""
     timers = Timers()
     with timers.watching({"exchange": (AgentClient, "_exchange"), "line": (AgentClient, "_send_over_line")}):
         if timers.missing:
-            raise RuntimeError(
-                f"{timers.missing[0]} does not exist any more: adapt benchmarks/answers.py to its replacement"
-            )
+            raise RuntimeError(f"{timers.missing[0]} no longer exists: adapt benchmarks/answers.py to its replacement")
         yield Answers(timers)

@@ -1,6 +1,6 @@
-"""``python -m benchmarks.call SOCKET TARGET COUNT``: make HTTP calls one after the other, each on its own connection.
+"""Send HTTP requests one after the other, each on a new connection: ``python -m benchmarks.call SOCKET TARGET COUNT``.
 
-Prints a JSON list with the milliseconds of each call, from before it connects until the answer is read.
+Prints a JSON list with the duration of each request in milliseconds, from connecting until the response has been read.
 """
 
 from __future__ import annotations
@@ -24,20 +24,20 @@ class _Connection(http.client.HTTPConnection):
 
 def main() -> None:
     path, target, count = sys.argv[1:]
-    taken = []
+    durations = []
     for _ in range(int(count)):
         start = time.perf_counter()
         connection = _Connection(path)
         connection.request("GET", target)
-        answer = connection.getresponse()
-        answer.read()
-        taken.append((time.perf_counter() - start) * 1000)
+        response = connection.getresponse()
+        response.read()
+        durations.append((time.perf_counter() - start) * 1000)
         connection.close()
-        if answer.status != http.client.OK:
-            sys.exit(f"GET {target} returned HTTP status {answer.status}")
-        # Wait about as long as a task works: without a pause the server would be warmer than in a real play.
+        if response.status != http.client.OK:
+            sys.exit(f"GET {target} returned HTTP status {response.status}")
+        # Wait about as long as a task takes. Without a pause, the server's caches would be warmer than in a real play.
         time.sleep(0.02)
-    json.dump(taken, sys.stdout)
+    json.dump(durations, sys.stdout)
 
 
 if __name__ == "__main__":

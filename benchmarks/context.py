@@ -1,4 +1,4 @@
-"""The shared basis of the benches: a real host with a template that is built once, and progress bars."""
+"""Provide what all benches need: a real host with a template that is built once, and progress bars."""
 
 from __future__ import annotations
 
@@ -31,20 +31,20 @@ _XFS_MB = 24 * 1024
 
 
 class Steps:
-    """A progress bar on standard error."""
+    """A progress bar on standard error. Call ``advance`` after each step."""
 
     def __init__(self, progress: Progress, task: TaskID) -> None:
         self._progress = progress
         self._task = task
 
-    def done(self) -> None:
+    def advance(self) -> None:
         self._progress.advance(self._task)
 
 
 class Context:
-    """The context that every bench receives.
+    """The settings and resources that every bench receives.
 
-    ``quick``: few rounds, to check that the bench works; the numbers mean little.
+    ``quick``: run few rounds, only to check that the benches work. The results are not meaningful.
     """
 
     def __init__(self, *, quick: bool, console: Console) -> None:
@@ -61,23 +61,27 @@ class Context:
     def rounds(self, full: int, quick: int) -> int:
         return quick if self.quick else full
 
-    def say(self, text: str) -> None:
+    def print_progress(self, text: str) -> None:
         self.console.print(text, style="dim", highlight=False)
 
     @contextlib.contextmanager
-    def steps(self, what: str, total: int) -> Iterator[Steps]:
+    def steps(self, description: str, total: int) -> Iterator[Steps]:
+        """Show a progress bar inside this context."""
         columns = (TextColumn("  {task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
         with Progress(*columns, console=self.console, transient=True) as progress:
-            yield Steps(progress, progress.add_task(what, total=total))
+            yield Steps(progress, progress.add_task(description, total=total))
 
     @cached_property
     def kvm_xfs(self) -> KvmXfs:
-        """Return an engine on a KVM/XFS host. It is created at first use and removed at the end."""
+        """Return an engine on a KVM/XFS host. It is created on first use and removed at the end."""
         return self._stack.enter_context(KvmXfs(self))
 
 
 class KvmXfs:
-    """An engine in this process on its own XFS, with the template TEMPLATE and default settings except for names."""
+    """An engine in this process on a separate XFS file system, with the template TEMPLATE.
+
+    Except for names, it has the default settings.
+    """
 
     def __init__(self, ctx: Context) -> None:
         self._ctx = ctx
@@ -88,18 +92,18 @@ class KvmXfs:
             directory = session.run_dir()
             xfs = stack.enter_context(LoopXfs(directory / "bench.xfs", directory / "xfs", size_mb=_XFS_MB))
             self.mount_point = xfs.mount_point
-            self.config = self._configured(self.mount_point / "bench")
+            self.config = self._create_config(self.mount_point / "bench")
             self.host = KvmXfsHost(self.config)
             self.live = Live(self.host, self.config)
             stack.callback(self._close)
-            self._build()
+            self._build_template()
             self._stack = stack.pop_all()
         return self
 
     def __exit__(self, *_: object) -> None:
         self._stack.close()
 
-    def _configured(self, root: Path) -> Config:
+    def _create_config(self, root: Path) -> Config:
         root.mkdir(mode=0o711)
         return Config.model_validate(
             {
@@ -109,77 +113,76 @@ class KvmXfs:
             }
         )
 
-    def _build(self) -> None:
-        self._ctx.say(f"building the template ({MEMORY_MB} MiB of memory, {DISK_MB} MiB of disk)")
+    def _build_template(self) -> None:
+        self._ctx.print_progress(f"building the template ({MEMORY_MB} MiB of memory, {DISK_MB} MiB of disk)")
         started = time.monotonic()
         recipe = Recipe(resources=Resources(memory_mb=MEMORY_MB, disk_mb=DISK_MB))
         build = self.live.do(self.live.engine.templates.build(TEMPLATE, recipe))
-        lines = self.live.do(_parse_lines(build.follow()), timeout=1800)
+        lines = self.live.do(_collect_lines(build.follow()), timeout=1800)
         if build.status != "ready":
             raise RuntimeError("the template could not be built:\n" + "\n".join(lines[-20:]))
-        self._ctx.say(f"built in {time.monotonic() - started:.0f} s; {self.host.platform}")
+        self._ctx.print_progress(f"built in {time.monotonic() - started:.0f} s; {self.host.platform}")
 
     def _close(self) -> None:
         self.live.remove_all()
         self.live.close()
 
-    def sandbox(self, ref: str = TEMPLATE) -> Sandbox:
-        made = self.live.do(self.live.engine.forks.create(ref, ForkSpec()))
-        assert isinstance(made, Sandbox)
-        return made
+    def create_sandbox(self, ref: str = TEMPLATE) -> Sandbox:
+        sandbox = self.live.do(self.live.engine.forks.create(ref, ForkSpec()))
+        assert isinstance(sandbox, Sandbox)
+        return sandbox
 
-    def snapshot(self, sandbox: Sandbox) -> Snapshot:
+    def capture(self, sandbox: Sandbox) -> Snapshot:
         return self.live.do(self.live.engine.snapshots.create(sandbox.id))
 
-    def forget(self, snapshot: Snapshot) -> None:
+    def delete_snapshot(self, snapshot: Snapshot) -> None:
         self.live.do(self.live.engine.snapshots.delete(snapshot.id))
 
-    def kill(self, *sandboxes: Sandbox) -> None:
+    def delete_sandboxes(self, *sandboxes: Sandbox) -> None:
         for sandbox in sandboxes:
             self.live.do(self.live.engine.sandboxes.delete(sandbox.id))
 
     @contextlib.contextmanager
     def source(self, script: str = "", *, settle: float = 3.0) -> Iterator[Snapshot]:
-        """Yield a snapshot of a sandbox that runs ``script`` (Python) in the background, taken after ``settle``
-        seconds.
+        """Yield a snapshot of a sandbox that runs ``script`` (Python) in the background for ``settle`` seconds.
 
-        Removes everything except the template at the end.
+        At the end, removes everything except the template.
         """
         try:
-            sandbox = self.sandbox()
+            sandbox = self.create_sandbox()
             if script:
                 self.run_script(sandbox, script)
             time.sleep(settle)
-            snapshot = self.snapshot(sandbox)
-            self.kill(sandbox)
+            snapshot = self.capture(sandbox)
+            self.delete_sandboxes(sandbox)
             yield snapshot
         finally:
             self.live.remove_all()
 
     def run_script(self, sandbox: Sandbox, script: str) -> None:
         command = "cat >/run/bench.py && (setsid python3 -I -S /run/bench.py </dev/null >/dev/null 2>&1 &)"
-        work = self.live.engine.commands.exec(sandbox.id, ["sh", "-c", command], stdin=script.encode())
-        if (result := self.live.do(work)).exit_code != 0:
+        execution = self.live.engine.commands.exec(sandbox.id, ["sh", "-c", command], stdin=script.encode())
+        if (result := self.live.do(execution)).exit_code != 0:
             raise RuntimeError(f"the script could not be started: {result.stderr.decode(errors='replace')}")
 
     def raw(self, snapshot: Snapshot) -> RawQemu:
-        """Return raw QEMU on ``snapshot``'s files, as the floor: ``with kvm_xfs.raw(snapshot) as raw: …``"""
+        """Return a context manager for QEMU without a gateway, on the files of ``snapshot``, as the floor."""
         return RawQemu(self.live, self.host.platform, snapshot, self.mount_point / "raw")
 
-    def share_templates(self, root: Path) -> None:
-        """Copy the templates to another gateway on the same file system."""
+    def copy_templates(self, root: Path) -> None:
+        """Copy the templates to the state root of another gateway on the same file system."""
         for name in ("templates", "accelerator.json"):
             source = self.config.host.state_root / name
             if source.exists():
                 subprocess.run(["cp", "-a", "--reflink=always", source, root], check=True, timeout=120)
 
 
-async def _parse_lines(lines: Any) -> list[str]:
+async def _collect_lines(lines: Any) -> list[str]:
     return [line async for line in lines]
 
 
 def available_memory() -> int:
-    """Return the bytes available without swapping."""
+    """Return the bytes of memory that are available without swapping."""
     for line in Path("/proc/meminfo").read_text().splitlines():
         if line.startswith("MemAvailable:"):
             return int(line.split()[1]) * 1024

@@ -1,4 +1,4 @@
-"""Run a gateway process next to this process's engine, with the same file system, templates and settings."""
+"""Run a gateway in a separate process, with the file system, templates and settings of this process's engine."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from tests.support.gateway import PROGRAM, Gateway
 
 
 @contextlib.contextmanager
-def gateway_beside(host: KvmXfs, program: Sequence[str] = PROGRAM, **more: dict[str, Any]) -> Iterator[Gateway]:
-    """Run a gateway with ``host``'s configuration plus ``more`` sections. Removes its sandboxes at the end."""
-    sections = host.config.model_dump(mode="json")
-    wanted = {"kvm_xfs": sections["kvm_xfs"], "network": {"pool": host.config.network.pool}, "log": {"level": "info"}}
-    gateway = Gateway(host.mount_point, wanted | more, program=program)
-    host.share_templates(gateway.state_root)
+def companion_gateway(host: KvmXfs, program: Sequence[str] = PROGRAM, **sections: dict[str, Any]) -> Iterator[Gateway]:
+    """Run a gateway with the configuration of ``host`` and more ``sections``. Removes its sandboxes at the end."""
+    config = host.config.model_dump(mode="json")
+    base = {"kvm_xfs": config["kvm_xfs"], "network": {"pool": host.config.network.pool}, "log": {"level": "info"}}
+    gateway = Gateway(host.mount_point, base | sections, program=program)
+    host.copy_templates(gateway.state_root)
     try:
         gateway.start()
         yield gateway

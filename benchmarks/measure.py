@@ -1,4 +1,4 @@
-"""Results of a bench: measures, each a list of samples with a unit, and their floors and targets."""
+"""Define the results of a bench: measures, each with samples, a unit, and optionally a floor and a target."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ Unit = Literal["ms", "bytes", "count"]
 
 @dataclass(frozen=True)
 class Target:
-    """The limit that must hold: ``p50`` (in the measure's unit) or ``ratio`` (p50 over the floor's p50)."""
+    """The upper limit of ``p50`` (in the measure's unit) or ``ratio`` (p50 divided by the floor's p50)."""
 
     of: Literal["p50", "ratio"]
     limit: float
@@ -24,7 +24,7 @@ class Target:
 
 @dataclass
 class Measure:
-    """Samples of one quantity. ``floor`` names a measure of the same result that is a lower bound for it."""
+    """Samples of one quantity. ``floor`` is the key of a measure of the same result that is a lower bound for it."""
 
     key: str
     title: str
@@ -33,7 +33,7 @@ class Measure:
     floor: str = ""
     target: Target | None = None
     part_of: str = ""
-    """The measure whose time this one is a part of; parts are shown indented and drawn as a bar."""
+    """Key of the measure whose time this one is a part of. Parts are indented in tables and drawn as a bar."""
 
     @property
     def p50(self) -> float:
@@ -48,7 +48,7 @@ class Measure:
 class Result:
     """All measures of one bench.
 
-    ``settings``: the settings that decide the numbers; ``notes``: sentences for the reader.
+    ``settings`` contains the settings that affect the results, ``notes`` sentences for the reader.
     """
 
     name: str
@@ -69,25 +69,25 @@ class Result:
         part_of: str = "",
     ) -> Measure:
         """Add a measure. Measures are shown in the order in which they were added."""
-        made = Measure(key, title, unit, [float(sample) for sample in samples], floor, target, part_of)
-        self.measures[key] = made
-        return made
+        measure = Measure(key, title, unit, [float(sample) for sample in samples], floor, target, part_of)
+        self.measures[key] = measure
+        return measure
 
-    def parts(self, of: str, titles: Mapping[str, str], samples: Mapping[str, Sequence[float]]) -> None:
+    def add_parts(self, of: str, titles: Mapping[str, str], samples: Mapping[str, Sequence[float]]) -> None:
         """Add a part of the measure ``of`` for each key of ``titles`` that has samples."""
         for key, title in titles.items():
             if samples.get(key):
                 self.measure(f"{of}.{key}", title, samples=samples[key], part_of=of)
 
     def ratio(self, measure: Measure) -> float | None:
-        """Return p50 over the floor's p50; None without a floor, or if the floor is 0."""
+        """Return p50 divided by the floor's p50, or None without a floor or if the floor is 0."""
         floor = self.measures.get(measure.floor)
         if floor is None or not floor.samples or not measure.samples or not floor.p50:
             return None
         return measure.p50 / floor.p50
 
-    def met(self, measure: Measure) -> bool | None:
-        """Return whether the target is met; None without a target or samples."""
+    def meets_target(self, measure: Measure) -> bool | None:
+        """Return whether the measure meets its target, or None without a target or samples."""
         if measure.target is None or not measure.samples:
             return None
         value = measure.p50 if measure.target.of == "p50" else self.ratio(measure)
@@ -103,27 +103,27 @@ class Result:
 
     def _measure_json(self, measure: Measure) -> dict[str, Any]:
         samples = measure.samples
-        found: dict[str, Any] = {"title": measure.title, "unit": measure.unit, "n": len(samples)}
+        data: dict[str, Any] = {"title": measure.title, "unit": measure.unit, "n": len(samples)}
         if samples:
-            found |= {
+            data |= {
                 "p50": round(measure.p50, 3),
                 "p95": round(measure.p95, 3),
                 "min": round(min(samples), 3),
                 "max": round(max(samples), 3),
             }
         if measure.part_of:
-            found["part_of"] = measure.part_of
+            data["part_of"] = measure.part_of
         if measure.floor:
             ratio = self.ratio(measure)
-            found |= {"floor": measure.floor, "ratio": None if ratio is None else round(ratio, 3)}
+            data |= {"floor": measure.floor, "ratio": None if ratio is None else round(ratio, 3)}
         if measure.target:
-            found["target"] = {"of": measure.target.of, "limit": measure.target.limit, "met": self.met(measure)}
-        found["samples"] = [round(sample, 3) for sample in samples]
-        return found
+            data["target"] = {"of": measure.target.of, "limit": measure.target.limit, "met": self.meets_target(measure)}
+        data["samples"] = [round(sample, 3) for sample in samples]
+        return data
 
 
 class Bench(Protocol):
-    """A bench: one file in ``benches/``, listed in ``benches.BENCHES``."""
+    """The interface of a bench. Each bench is a file in ``benches/`` and is listed in ``benches.BENCHES``."""
 
     name: str
     title: str
@@ -132,5 +132,5 @@ class Bench(Protocol):
 
 
 def percentile(samples: Sequence[float], percent: float) -> float:
-    """Interpolate linearly between the two nearest samples; 0 without samples."""
+    """Return a percentile, interpolated linearly between the two nearest samples, or 0 without samples."""
     return float(np.percentile(samples, percent)) if samples else 0.0

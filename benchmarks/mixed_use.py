@@ -1,4 +1,4 @@
-"""Let several clients use a gateway at once, in rounds that resemble a busy hour."""
+"""Let several clients use a gateway at the same time, as in a busy hour."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _STDIN = base64.b64encode(b"x" * 20_000).decode()
 
 
 class MixedUse:
-    """Runs ``clients`` concurrent clients with administrator rights. Sandboxes start from ``template``."""
+    """Runs concurrent clients with administrator rights. Their sandboxes start from ``template``."""
 
     def __init__(self, client: Callable[[], httpx.Client], template: str, *, clients: int = 4) -> None:
         self._client = client
@@ -24,14 +24,14 @@ class MixedUse:
         self._clients = clients
         self._numbers = itertools.count()
 
-    def rounds(self, count: int) -> None:
+    def run_rounds(self, count: int) -> None:
         """Run ``count`` rounds, several at a time. Raises the exception of the first round that failed."""
         with concurrent.futures.ThreadPoolExecutor(self._clients) as pool:
-            for future in [pool.submit(self._round) for _ in range(count)]:
+            for future in [pool.submit(self._run_round) for _ in range(count)]:
                 future.result()
 
-    def _round(self) -> None:
-        """Create, run, read, upload, capture, fork, roll back, list; then remove everything."""
+    def _run_round(self) -> None:
+        """Create a sandbox, use it in typical ways, then remove everything."""
         with self._client() as client:
             number = next(self._numbers)
             name = f"mixed-{number}"
@@ -46,11 +46,11 @@ class MixedUse:
         for _ in range(3):
             _parse_json(client.post(f"/sandboxes/{name}/exec", json={"args": ["cat"], "stdin": _STDIN}))
             _parse_json(client.get(f"/sandboxes/{name}"))
-        inside = {"E2b-Sandbox-Id": created["sandboxID"], "E2b-Sandbox-Port": str(AGENT_PORT)}
+        agent_headers = {"E2b-Sandbox-Id": created["sandboxID"], "E2b-Sandbox-Port": str(AGENT_PORT)}
         file = f"/files?path=/tmp/{number}"
-        octets = inside | {"Content-Type": "application/octet-stream"}
-        client.post(file, content=_UPLOAD, headers=octets).raise_for_status()
-        client.get(file, headers=inside).raise_for_status()
+        upload_headers = agent_headers | {"Content-Type": "application/octet-stream"}
+        client.post(file, content=_UPLOAD, headers=upload_headers).raise_for_status()
+        client.get(file, headers=agent_headers).raise_for_status()
         snapshot = _parse_json(client.post(f"/sandboxes/{name}/snapshots", json={"name": f"snapshot-{number}"}))[
             "snapshotID"
         ]
@@ -64,6 +64,6 @@ class MixedUse:
         client.delete(f"/snapshots/{snapshot}", params={"when": "unused"}).raise_for_status()
 
 
-def _parse_json(answer: httpx.Response) -> Any:
-    answer.raise_for_status()
-    return answer.json()
+def _parse_json(response: httpx.Response) -> Any:
+    response.raise_for_status()
+    return response.json()

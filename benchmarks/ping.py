@@ -1,7 +1,7 @@
 """Ping a machine from outside, to measure how long a client waits for an answer.
 
-Runs in its own process (``python -m benchmarks.ping``), so that it takes no time from the gateway under test. The
-guest's kernel answers ICMP echo requests: if there is no answer, the guest does not run.
+This runs in a separate process (``python -m benchmarks.ping``), so that it does not slow down the gateway under test.
+The guest's kernel answers ICMP echo requests, so without an answer the guest is not running.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import time
 from dataclasses import dataclass
 from types import TracebackType
 
-_EVERY = 0.001
+_INTERVAL_SECONDS = 0.001
 _ECHO_REQUEST, _ECHO_REPLY = 8, 0
 _IDENTIFIER = 0x6762
 _STAMP = struct.Struct("!d")
@@ -25,14 +25,14 @@ _STAMP = struct.Struct("!d")
 
 @dataclass(frozen=True)
 class Answer:
-    """The times of one ping, in seconds of ``time.monotonic`` (the same in every process of the machine)."""
+    """The times of one ping in seconds of ``time.monotonic``, which is the same clock in all processes."""
 
-    asked: float
-    answered: float
+    sent: float
+    received: float
 
 
 class Ping:
-    """Sends a ping every millisecond inside the context. Afterwards ``answers`` holds the answers in sending order."""
+    """Sends a ping every millisecond inside this context. Afterwards, ``answers`` contains the answers."""
 
     def __init__(self, address: str) -> None:
         self._address = address
@@ -52,25 +52,28 @@ class Ping:
     ) -> None:
         output, _ = self._process.communicate(timeout=30)
         if kind is None:
-            self.answers = [Answer(asked, answered) for asked, answered in json.loads(output)]
+            self.answers = [Answer(sent, received) for sent, received in json.loads(output)]
 
     def switch_to(self, address: str) -> None:
-        """Ping another address from now on."""
+        """Ping ``address`` from now on."""
         assert self._process.stdin is not None
         self._process.stdin.write(f"{address}\n".encode())
         self._process.stdin.flush()
 
     def longest_wait(self, start: float, end: float) -> float:
-        """Return the longest wait, in milliseconds, of the pings sent between ``start`` and ``end``."""
+        """Return the longest wait in milliseconds between ``start`` and ``end``."""
         return longest_wait(self.answers, start, end)
 
 
 def longest_wait(answers: list[Answer], start: float, end: float) -> float:
-    """Return the longest wait in milliseconds. The wait of an unanswered ping lasts until a later ping is answered."""
-    waits = [(answer.answered - answer.asked) for answer in answers if start <= answer.asked <= end]
-    came = sorted(answer.answered for answer in answers if start <= answer.answered <= end)
-    silences = [later - earlier for earlier, later in itertools.pairwise(came)]
-    return max([*waits, *silences], default=end - start) * 1000
+    """Return the longest wait in milliseconds between ``start`` and ``end``.
+
+    The wait for an unanswered ping lasts until a later ping is answered.
+    """
+    waits = [answer.received - answer.sent for answer in answers if start <= answer.sent <= end]
+    received = sorted(answer.received for answer in answers if start <= answer.received <= end)
+    gaps = [later - earlier for earlier, later in itertools.pairwise(received)]
+    return max([*waits, *gaps], default=end - start) * 1000
 
 
 def _checksum(data: bytes) -> int:
@@ -81,24 +84,24 @@ def _checksum(data: bytes) -> int:
 
 def _request(now: float) -> bytes:
     payload = _STAMP.pack(now)
-    head = struct.pack("!BBHHH", _ECHO_REQUEST, 0, 0, _IDENTIFIER, 0)
-    return struct.pack("!BBHHH", _ECHO_REQUEST, 0, _checksum(head + payload), _IDENTIFIER, 0) + payload
+    header = struct.pack("!BBHHH", _ECHO_REQUEST, 0, 0, _IDENTIFIER, 0)
+    return struct.pack("!BBHHH", _ECHO_REQUEST, 0, _checksum(header + payload), _IDENTIFIER, 0) + payload
 
 
 def _main(address: str) -> None:
-    """Ping until stdin ends.
+    """Ping until standard input is closed. Each line on it is a new address.
 
-    Each line on stdin is a new address. Prints a line at the first answer, and all answers at the end.
+    Prints a line after the first answer, and all answers at the end.
     """
     answers: list[tuple[float, float]] = []
     with socket.socket(socket.AF_INET, socket.SOCK_RAW, socket.IPPROTO_ICMP) as raw:
         due = time.monotonic()
-        given_up = due + 30
+        deadline = due + 30
         while True:
             now = time.monotonic()
             if now >= due:
                 raw.sendto(_request(now), (address, 0))
-                due = max(due + _EVERY, now)
+                due = max(due + _INTERVAL_SECONDS, now)
             ready, _, _ = select.select([raw, sys.stdin], [], [], max(0.0, due - time.monotonic()))
             if raw in ready:
                 packet = raw.recv(2048)
@@ -112,7 +115,7 @@ def _main(address: str) -> None:
                 if not line:
                     break
                 address = line.strip()
-            if not answers and now > given_up:
+            if not answers and now > deadline:
                 return
     json.dump(answers, sys.stdout)
 

@@ -15,19 +15,22 @@ from typing import Any
 from tests.support import session
 
 _HERE = Path(__file__).parent / "ansible"
-_SECONDS = 1800
+_TIMEOUT_SECONDS = 1800
 
 
 @dataclass(frozen=True)
-class Timed:
-    """A task: its name, and milliseconds from its start to the start of the next task or the end of the play."""
+class TimedTask:
+    """The duration of a task in milliseconds, until the start of the next task or the end of the play."""
 
     name: str
     ms: float
 
 
 class Plays:
-    """Runs plays in ``scratch`` with the repository's collection. ``environment`` overrides environment variables."""
+    """Runs plays with the collection of this repository. ``scratch``: a directory for their files.
+
+    ``environment``: additional environment variables, which override the default ones.
+    """
 
     def __init__(self, scratch: Path, environment: Mapping[str, str] | None = None) -> None:
         session.link_collection()
@@ -42,31 +45,34 @@ class Plays:
         forks: int = 5,
         changes: bool = True,
         **keywords: Any,
-    ) -> list[Timed]:
-        """Run a play on all hosts. Raises RuntimeError if a task failed, or changed something without ``changes``."""
-        book, clock = self._scratch / "play.yml", self._scratch / "clock.jsonl"
+    ) -> list[TimedTask]:
+        """Run a play on all hosts. Raises RuntimeError if a task fails, or if it changes something but must not."""
+        playbook, clock = self._scratch / "play.yml", self._scratch / "clock.jsonl"
         play = {"hosts": "all", "gather_facts": False, **keywords, "tasks": list(tasks)}
-        book.write_text(json.dumps([play]))
+        playbook.write_text(json.dumps([play]))
         clock.write_text("")
         program = Path(sys.executable).with_name("ansible-playbook")
-        done = subprocess.run(
-            [str(program), "-i", str(inventory), "--forks", str(forks), str(book)],
+        result = subprocess.run(
+            [str(program), "-i", str(inventory), "--forks", str(forks), str(playbook)],
             env={**os.environ, **self._settings(clock)},
             cwd=self._scratch,
             stdin=subprocess.DEVNULL,
             capture_output=True,
             text=True,
-            timeout=_SECONDS,
+            timeout=_TIMEOUT_SECONDS,
             check=False,
         )
         marks = [json.loads(line) for line in clock.read_text().splitlines()]
         hosts = marks[-1].get("hosts", {}) if marks else {}
-        wrong = not hosts or any(host["failures"] or host["unreachable"] for host in hosts.values())
-        if done.returncode or wrong or (not changes and any(host["changed"] for host in hosts.values())):
+        has_failed = not hosts or any(host["failures"] or host["unreachable"] for host in hosts.values())
+        if result.returncode or has_failed or (not changes and any(host["changed"] for host in hosts.values())):
             raise RuntimeError(
-                f"the play failed or changed something unexpectedly:\n{done.stdout[-3000:]}\n{done.stderr[-2000:]}"
+                f"the play failed or changed something unexpectedly:\n{result.stdout[-3000:]}\n{result.stderr[-2000:]}"
             )
-        return [Timed(one["task"], (other["at"] - one["at"]) * 1000) for one, other in itertools.pairwise(marks)]
+        return [
+            TimedTask(mark["task"], (following["at"] - mark["at"]) * 1000)
+            for mark, following in itertools.pairwise(marks)
+        ]
 
     def _settings(self, clock: Path) -> dict[str, str]:
         return {

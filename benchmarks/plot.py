@@ -1,4 +1,4 @@
-"""Plot the main results: the pause of the source, fork and its floor with their parts, and the gateway's memory."""
+"""Plot the main results: the pause of a capture, the duration of a fork, and the gateway's memory."""
 
 from __future__ import annotations
 
@@ -10,9 +10,10 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-MISSING = "a plot needs matplotlib: .venv/bin/python -m pip install --require-hashes -r requirements/bench.txt"
+MISSING = "plots need matplotlib. Run .venv/bin/python -m pip install --require-hashes -r requirements/bench.txt"
 _INK, _MUTED, _GRID = "#1f2430", "#667085", "#e4e7ec"
-_FLOOR, _FIRST, _OURS, _SECOND, _TARGET = "#98a2b3", "#8fc1f0", "#0b6bcb", "#12a594", "#d92d20"
+_FLOOR_COLOUR, _RETURNED_COLOUR, _MAIN_COLOUR = "#98a2b3", "#8fc1f0", "#0b6bcb"
+_SECOND_COLOUR, _TARGET_COLOUR = "#12a594", "#d92d20"
 _PARTS = ("#0b6bcb", "#5ba4e6", "#12a594", "#7fd1c4", "#8e5bd6", "#c4a7ec", "#e08c1a", "#d0d5dd")
 _LEGEND: dict[str, Any] = {"frameon": False, "fontsize": 8, "alignment": "left", "borderaxespad": 0.2}
 _SETTINGS: dict[Any, Any] = {
@@ -36,15 +37,15 @@ def is_available() -> bool:
 
 
 def draw(document: dict[str, Any], target: Path) -> None:
-    """Write an SVG of the DRAWN benches in ``document`` (the JSON), which must contain at least one of them."""
+    """Draw the DRAWN benches of ``document`` as SVG. It must contain at least one of them."""
     import matplotlib as mpl
     from matplotlib.figure import Figure
 
-    found = [(name, document["benches"][name]["measures"]) for name in _DRAWN if name in document["benches"]]
+    benches = [(name, document["benches"][name]["measures"]) for name in _DRAWN if name in document["benches"]]
     with mpl.rc_context(_SETTINGS):
-        figure = Figure(figsize=(5.8 * len(found), 6.4), layout="constrained")
-        axes = figure.subplots(2, len(found), squeeze=False, height_ratios=(5, 1))
-        for column, (name, measures) in enumerate(found):
+        figure = Figure(figsize=(5.8 * len(benches), 6.4), layout="constrained")
+        axes = figure.subplots(2, len(benches), squeeze=False, height_ratios=(5, 1))
+        for column, (name, measures) in enumerate(benches):
             _DRAWN[name](axes[0][column], axes[1][column], measures)
         figure.text(0.005, -0.02, _caption(document), color=_MUTED, fontsize=8, va="top")
         target.parent.mkdir(parents=True, exist_ok=True)
@@ -53,90 +54,90 @@ def draw(document: dict[str, Any], target: Path) -> None:
 
 def _draw_pause(above: Axes, below: Axes, measures: dict[str, Any]) -> None:
     above.set_title("Capture: how long a running sandbox is paused")
-    _curve(above, measures["floor"], _FLOOR, "floor: bare QMP, no page copied")
-    _curve(above, measures["pause"], _OURS, "source pause, measured by the host")
-    _curve(above, measures["outside"], _SECOND, "longest wait for a ping meanwhile")
-    _limit(above, measures["pause"]["target"]["limit"], "target for the median")
-    _finish(above, "milliseconds", "share of captures", [measures[key] for key in ("floor", "pause", "outside")])
-    _bar(below, measures, "pause")
+    _draw_distribution(above, measures["floor"], _FLOOR_COLOUR, "floor: bare QMP, no page copied")
+    _draw_distribution(above, measures["pause"], _MAIN_COLOUR, "source pause, measured by the host")
+    _draw_distribution(above, measures["outside"], _SECOND_COLOUR, "longest wait for a ping during the capture")
+    _draw_limit(above, measures["pause"]["target"]["limit"], "target for the median")
+    _label_axes(above, "milliseconds", "share of captures", [measures[key] for key in ("floor", "pause", "outside")])
+    _draw_parts(below, measures, "pause")
 
 
 def _draw_fork(above: Axes, below: Axes, measures: dict[str, Any]) -> None:
     above.set_title("Cold fork: how long until it answers")
-    _curve(above, measures["floor"], _FLOOR, "floor: QEMU start and state load, no gateway")
-    _curve(above, measures["returned"], _FIRST, "fork, until the engine returned it")
-    _curve(above, measures["answered"], _OURS, "fork, until the agent answered")
-    _curve(above, measures["exec"], _SECOND, "fork, until a first command has run")
+    _draw_distribution(above, measures["floor"], _FLOOR_COLOUR, "floor: QEMU start and state load, no gateway")
+    _draw_distribution(above, measures["returned"], _RETURNED_COLOUR, "fork, until the engine returned it")
+    _draw_distribution(above, measures["answered"], _MAIN_COLOUR, "fork, until the agent answered")
+    _draw_distribution(above, measures["exec"], _SECOND_COLOUR, "fork, until a first command has run")
     limit = measures["answered"]["target"]["limit"]
-    _limit(above, limit * measures["floor"]["p50"], f"target for the median: {limit:g} x the floor's median")
-    _finish(above, "milliseconds", "share of forks", [measures[key] for key in ("floor", "answered", "exec")])
-    _bar(below, measures, "answered")
+    _draw_limit(above, limit * measures["floor"]["p50"], f"target for the median: {limit:g} x the floor's median")
+    _label_axes(above, "milliseconds", "share of forks", [measures[key] for key in ("floor", "answered", "exec")])
+    _draw_parts(below, measures, "answered")
 
 
 def _draw_memory(above: Axes, below: Axes, measures: dict[str, Any]) -> None:
-    """Write an SVG of those DRAWN benches that are in ``document`` (the JSON). At least one must be there."""
     above.set_title("The gateway's resident memory in mixed use")
     for key, colour, label in (
-        ("before", _FLOOR, "with the C library's settings"),
-        ("now", _OURS, "with its own settings"),
+        ("before", _FLOOR_COLOUR, "with the C library's settings"),
+        ("now", _MAIN_COLOUR, "with its own settings"),
     ):
         samples = [sample / (1 << 20) for sample in measures[key]["samples"]]
-        named = f"{label} (at the end {samples[-1]:.0f} MiB)"
-        above.plot(range(1, len(samples) + 1), samples, color=colour, linewidth=2, label=named)
+        full_label = f"{label} (at the end {samples[-1]:.0f} MiB)"
+        above.plot(range(1, len(samples) + 1), samples, color=colour, linewidth=2, label=full_label)
     above.set_ylim(0, 1.1 * max(measures[key]["max"] for key in ("before", "now")) / (1 << 20))
     above.set_xlabel("rounds: create, run, upload, snapshot, fork, roll back, remove")
     above.set_ylabel("MiB")
-    _frame(above)
+    _draw_frame(above)
     below.set_visible(False)
 
 
 _DRAWN = {"pause": _draw_pause, "fork": _draw_fork, "memory": _draw_memory}
 DRAWN = frozenset(_DRAWN)
-"""The benches that a plot shows."""
+"""The names of the benches that can be drawn."""
 
 
-def _curve(axes: Axes, measure: dict[str, Any], colour: str, label: str) -> None:
-    """Draw the share of samples up to each value, with a dot at the median."""
+def _draw_distribution(axes: Axes, measure: dict[str, Any], colour: str, label: str) -> None:
+    """Draw the cumulative distribution of the samples, with a dot at the median."""
     samples = sorted(measure["samples"])
     shares = [100 * (rank + 1) / len(samples) for rank in range(len(samples))]
-    named = f"{label} (median {measure['p50']:.3g})"
-    axes.step([samples[0], *samples], [0, *shares], where="post", color=colour, linewidth=2, label=named)
+    full_label = f"{label} (median {measure['p50']:.3g})"
+    axes.step([samples[0], *samples], [0, *shares], where="post", color=colour, linewidth=2, label=full_label)
     axes.plot([measure["p50"]], [50], "o", color=colour, markersize=5)
 
 
-def _limit(axes: Axes, value: float, label: str) -> None:
-    axes.plot([value, value], [0, 50], color=_TARGET, linewidth=1.2, linestyle=(0, (4, 3)), label=label)
+def _draw_limit(axes: Axes, value: float, label: str) -> None:
+    axes.plot([value, value], [0, 50], color=_TARGET_COLOUR, linewidth=1.2, linestyle=(0, (4, 3)), label=label)
 
 
-def _finish(axes: Axes, x: str, y: str, measures: Sequence[dict[str, Any]]) -> None:
-    """Label the axes. The x axis ends a little beyond each 95th percentile, so that a slow sample does not squeeze
-    the rest.
+def _label_axes(axes: Axes, x: str, y: str, measures: Sequence[dict[str, Any]]) -> None:
+    """Label the axes.
+
+    The x axis ends a little beyond the highest 95th percentile, so that slow samples do not compress the rest.
     """
     axes.set_xlim(0, 1.15 * max(measure["p95"] for measure in measures))
     axes.set_ylim(0, 101)
     axes.set_xlabel(x)
     axes.set_ylabel(y)
     axes.set_yticks([0, 25, 50, 75, 100], ["0", "25 %", "50 %", "75 %", "100 %"])
-    _frame(axes)
+    _draw_frame(axes)
 
 
-def _frame(axes: Axes) -> None:
+def _draw_frame(axes: Axes) -> None:
     axes.grid(color=_GRID, linewidth=0.8)
     axes.set_axisbelow(True)
     axes.spines[["top", "right"]].set_visible(False)
     axes.legend(loc="upper left", bbox_to_anchor=(-0.02, -0.19), **_LEGEND)
 
 
-def _bar(axes: Axes, measures: dict[str, Any], whole: str) -> None:
-    """Draw the medians of the parts as one stacked bar."""
-    left = 0.0
-    parts = [part for part in measures.values() if part.get("part_of") == whole and part["p50"] > 0]
+def _draw_parts(axes: Axes, measures: dict[str, Any], key: str) -> None:
+    """Draw the medians of the parts of a measure as one stacked bar."""
+    start = 0.0
+    parts = [part for part in measures.values() if part.get("part_of") == key and part["p50"] > 0]
     for part, colour in zip(parts, _PARTS, strict=False):
-        axes.barh([0], [part["p50"]], left=left, color=colour, height=0.6, label=f"{part['title']}: {part['p50']:.3g}")
-        left += part["p50"]
+        axes.barh([0], [part["p50"]], left=start, color=colour, height=0.6, label=f"{part['title']}: {part['p50']:.3g}")
+        start += part["p50"]
     axes.set_title("Where the time goes: medians of the parts, ms", fontsize=9)
     axes.set_yticks([])
-    axes.set_xlim(0, left or 1)
+    axes.set_xlim(0, start or 1)
     axes.spines[["top", "right", "left"]].set_visible(False)
     axes.legend(loc="upper left", bbox_to_anchor=(-0.02, -0.35), **_LEGEND)
 
@@ -144,8 +145,8 @@ def _bar(axes: Axes, measures: dict[str, Any], whole: str) -> None:
 def _caption(document: dict[str, Any]) -> str:
     machine = document["machine"]
     counts = [
-        f"{len(document['benches'][name]['measures'][key]['samples'])} {what}"
-        for name, key, what in (
+        f"{len(document['benches'][name]['measures'][key]['samples'])} {noun}"
+        for name, key, noun in (
             ("pause", "pause", "captures"),
             ("fork", "answered", "forks"),
             ("memory", "now", "rounds"),

@@ -1,7 +1,7 @@
-"""Measure the floor of a KVM/XFS host: QEMU with the gateway's own command line, but without the gateway.
+"""Measure the floor of a KVM/XFS host: QEMU with the gateway's command line, but without the gateway.
 
-Files, network slot and sockets are made before the clock starts. Any program that starts this QEMU on these files has
-to wait for the remaining time.
+Files, network slot and sockets are created before the clock starts. The measured time remains for any program that
+starts this QEMU on these files.
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ from sandbox_gateway.hosts.kvm_xfs.image import reflink
 from sandbox_gateway.hosts.kvm_xfs.image.layout import Instance, Layout
 from sandbox_gateway.hosts.kvm_xfs.network.addresses import GUEST_MAC, Slot
 from sandbox_gateway.hosts.kvm_xfs.network.slots import SlotPool
-from sandbox_gateway.hosts.kvm_xfs.qemu.command_line import Platform, Shape, arguments
+from sandbox_gateway.hosts.kvm_xfs.qemu.command_line import MachineSpec, Platform, arguments
 from sandbox_gateway.records import NetworkPolicy, Snapshot
 from tests.support import session
 from tests.support.live import Live
 
 _CLONE_NEWNET = 0x40000000
-_SECONDS = 30.0
-_ATTEMPT_EVERY = 0.01
+_TIMEOUT_SECONDS = 30.0
+_RETRY_SECONDS = 0.01
 _libc = ctypes.CDLL(None, use_errno=True)
 
 
@@ -43,18 +43,18 @@ class Times:
     """Milliseconds since just before the process was created."""
 
     answered: float
-    """Until QEMU has answered qmp_capabilities and query-status: its main loop runs."""
+    """Until QEMU has answered qmp_capabilities and query-status, so that its main loop runs."""
     running: float
     """Until the device state is loaded and the guest runs again."""
 
 
 class RawMachine:
-    """One QEMU process without a gateway. Call ``start``, measure, call ``end``; then it can be started again."""
+    """A QEMU process without a gateway. Call ``start``, measure, call ``end``. Then it can be started again."""
 
-    def __init__(self, files: Instance, shape: Shape, slot: Slot, state: Path) -> None:
+    def __init__(self, files: Instance, spec: MachineSpec, slot: Slot, state: Path) -> None:
         self.files = files
         self.slot = slot
-        self._shape = shape
+        self._spec = spec
         self._state = state
         self._log = files.run / "qemu.log"
         self._monitor: _Monitor | None = None
@@ -69,7 +69,7 @@ class RawMachine:
     def start(self, *, stepwise: bool = False) -> Times:
         """Start QEMU and wait until the guest runs again.
 
-        ``stepwise``: load the state with a command once QEMU has answered, to time the two steps separately.
+        ``stepwise``: load the state with a separate command after QEMU has answered, to time both steps separately.
         """
         with self._running(deferred=stepwise) as (started, address, state):
             self._monitor = monitor = _Monitor(address)
@@ -84,35 +84,35 @@ class RawMachine:
             running = time.perf_counter()
         return Times((answered - started) * 1000, (running - started) * 1000)
 
-    def idle(self) -> None:
+    def start_without_guest(self) -> None:
         """Start QEMU without loading a state, so that no guest runs."""
         with self._running(deferred=True) as (_, address, _):
             self._monitor = _Monitor(address)
             self._monitor.execute("qmp_capabilities")
 
     def start_and_ping(self) -> float:
-        """Start QEMU and send the agent a message over the serial line.
+        """Start QEMU and send the agent a message over the serial line. Return the milliseconds until its answer.
 
-        Returns the milliseconds until its answer. No QMP commands run meanwhile.
+        Does not execute QMP commands.
         """
-        question = b"?" + uuid.uuid4().bytes
+        message = b"?" + uuid.uuid4().bytes
         with self._running(deferred=False) as (started, _, _):
             assert self._line is not None
-            self._line.settimeout(_SECONDS)
-            self._line.sendall(question)
-            heard = b""
-            while question not in heard:
-                piece = self._line.recv(4096)
-                if not piece:
+            self._line.settimeout(_TIMEOUT_SECONDS)
+            self._line.sendall(message)
+            received = b""
+            while message not in received:
+                chunk = self._line.recv(4096)
+                if not chunk:
                     raise RuntimeError(f"QEMU ended before its guest answered: {self._output()}")
-                heard += piece
+                received += chunk
             answered = time.perf_counter()
             self._line.sendall(b"={}")
         return (answered - started) * 1000
 
     @contextlib.contextmanager
     def _running(self, *, deferred: bool) -> Iterator[tuple[float, str, int]]:
-        """Start QEMU. Yields the start time, its QMP socket, and QEMU's number for the device state's descriptor."""
+        """Start QEMU. Yields the start time, the address of its QMP socket, and its descriptor of the device state."""
         with (
             socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_CLOEXEC) as listener,
             self._log.open("ab") as output,
@@ -121,10 +121,10 @@ class RawMachine:
             address = f"\0bench-{uuid.uuid4()}"
             listener.bind(address)
             listener.listen(1)
-            self._line, theirs = socket.socketpair()
-            with theirs:
-                fds = [listener.fileno(), theirs.fileno(), state.fileno()]
-                argv = arguments(self._shape, self.files, qmp_fd=fds[0], line_fd=fds[1], state_fd=fds[2])
+            self._line, qemu_line = socket.socketpair()
+            with qemu_line:
+                fds = [listener.fileno(), qemu_line.fileno(), state.fileno()]
+                argv = arguments(self._spec, self.files, qmp_fd=fds[0], line_fd=fds[1], state_fd=fds[2])
                 if deferred:
                     argv[argv.index("-incoming") + 1] = "defer"
                 started = self._spawn(argv, fds, output.fileno())
@@ -140,22 +140,22 @@ class RawMachine:
         return self._monitor.pass_descriptor(descriptor)
 
     def connect(self) -> None:
-        """Return once the guest has accepted a connection to its agent's port."""
-        deadline = time.perf_counter() + _SECONDS
-        waiting: list[socket.socket] = []
+        """Wait until the guest accepts a connection to its agent's port."""
+        deadline = time.perf_counter() + _TIMEOUT_SECONDS
+        attempts: list[socket.socket] = []
         try:
             while time.perf_counter() < deadline:
                 attempt = socket.socket(socket.AF_INET, socket.SOCK_STREAM | socket.SOCK_NONBLOCK | socket.SOCK_CLOEXEC)
-                waiting.append(attempt)
+                attempts.append(attempt)
                 with contextlib.suppress(BlockingIOError):
                     attempt.connect((self.slot.host_address, AGENT_PORT))
-                _, ready, _ = select.select([], waiting[-16:], [], _ATTEMPT_EVERY)
+                _, ready, _ = select.select([], attempts[-16:], [], _RETRY_SECONDS)
                 if any(each.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR) == 0 for each in ready):
                     return
         finally:
-            for each in waiting:
+            for each in attempts:
                 each.close()
-        raise RuntimeError(f"the guest did not answer within {_SECONDS:g} s: {self._output()}")
+        raise RuntimeError(f"the guest did not answer within {_TIMEOUT_SECONDS:g} s: {self._output()}")
 
     def end(self) -> None:
         if self._monitor is not None:
@@ -163,17 +163,17 @@ class RawMachine:
             self._monitor = None
         if self._process is not None:
             self._process.send_signal(signal.SIGKILL)
-            self._process.wait(_SECONDS)
+            self._process.wait(_TIMEOUT_SECONDS)
             self._process = None
         if self._line is not None:
             self._line.close()
             self._line = None
 
     def _spawn(self, argv: list[str], pass_fds: list[int], output: int) -> float:
-        """Start QEMU in the slot's network namespace. Returns the time just before."""
+        """Start QEMU in the slot's network namespace. Returns the time just before the start."""
         started = 0.0
 
-        def inside() -> None:  # run in a thread that ends here, so that no other thread enters that namespace
+        def start_in_namespace() -> None:  # runs in a new thread, because it changes the thread's namespace
             nonlocal started
             with self.slot.path.open("rb") as namespace:
                 if _libc.setns(namespace.fileno(), _CLONE_NEWNET) != 0:
@@ -189,7 +189,7 @@ class RawMachine:
                 cwd="/",
             )
 
-        thread = threading.Thread(target=inside)
+        thread = threading.Thread(target=start_in_namespace)
         thread.start()
         thread.join()
         if self._process is None:
@@ -201,7 +201,7 @@ class RawMachine:
 
 
 class RawQemu:
-    """A pool of raw machines on one snapshot, each with the disk, slot and user that the gateway would give it."""
+    """A pool of raw machines from one snapshot, each with the disk, slot and user that it would have in a gateway."""
 
     def __init__(self, live: Live, platform: Platform, snapshot: Snapshot, directory: Path) -> None:
         self._live = live
@@ -212,7 +212,7 @@ class RawQemu:
         network = live.config.network.model_copy(update={**session.network(), "pool": 0})
         self._uid_base = live.config.kvm_xfs.uid_base
         self._prefix = network.prefix
-        # Create it on the loop's thread, because the pool has asyncio events.
+        # Create the pool on the thread of the event loop, because it contains asyncio events.
         self._slots: SlotPool = live.call(SlotPool, network, uid_base=self._uid_base)
         self._machines: list[RawMachine] = []
 
@@ -230,7 +230,7 @@ class RawQemu:
         _remove(self._directory)
 
     def machines(self, count: int) -> list[RawMachine]:
-        """Return ``count`` machines that are not started. Reuses earlier machines, with fresh disks."""
+        """Return ``count`` machines that are not running. Stops and reuses earlier machines, with new disks."""
         while len(self._machines) < count:
             self._machines.append(self._create_machine(len(self._machines)))
         for machine in self._machines[:count]:
@@ -239,11 +239,11 @@ class RawQemu:
             reflink.clone(self._source / "rootfs.img", machine.files.disk)
         return self._machines[:count]
 
-    def start_together(self, count: int, at_once: int) -> float:
-        """Start ``count`` machines, ``at_once`` at a time. Returns the milliseconds until all run."""
+    def start_concurrently(self, count: int, concurrency: int) -> float:
+        """Start ``count`` machines, ``concurrency`` at a time. Returns the milliseconds until all are running."""
         machines = self.machines(count)
-        with ThreadPoolExecutor(at_once) as pool:
-            list(pool.map(lambda machine: None, machines))  # creates the threads before the clock starts
+        with ThreadPoolExecutor(concurrency) as pool:
+            list(pool.map(lambda machine: None, machines))  # create the threads before the clock starts
             started = time.perf_counter()
             list(pool.map(lambda machine: machine.start(), machines))
             return (time.perf_counter() - started) * 1000
@@ -257,7 +257,7 @@ class RawQemu:
         for target, name in ((files.kernel, "kernel"), (files.initrd, "initrd"), (files.memory, "memory.img")):
             target.hardlink_to(self._source / name)
         kvm_xfs = self._live.config.kvm_xfs
-        shape = Shape(
+        spec = MachineSpec(
             label=f"{self._prefix}-{slot.number}-raw",
             qemu=kvm_xfs.qemu,
             platform=self._platform,
@@ -269,7 +269,7 @@ class RawQemu:
             uid=self._uid_base + slot.number if self._uid_base else 0,
             generation=str(uuid.uuid4()),
         )
-        return RawMachine(files, shape, slot, self._source / "device.state")
+        return RawMachine(files, spec, slot, self._source / "device.state")
 
 
 class _Monitor:
@@ -277,37 +277,37 @@ class _Monitor:
 
     def __init__(self, address: str) -> None:
         self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_CLOEXEC)
-        self._socket.settimeout(_SECONDS)
+        self._socket.settimeout(_TIMEOUT_SECONDS)
         self._socket.connect(address)
         self._data = b""
         self._events: list[str] = []
-        self._message()  # the greeting
+        self._read_message()  # the greeting
 
     def execute(self, command: str, arguments: dict[str, Any] | None = None) -> dict[str, Any]:
         self._socket.sendall(json.dumps({"execute": command, "arguments": arguments or {}}).encode())
-        return self._answer(command)
+        return self._read_answer(command)
 
     def pass_descriptor(self, descriptor: int) -> str:
         socket.send_fds(self._socket, [b'{"execute": "add-fd"}'], [descriptor])
-        return f"/dev/fdset/{self._answer('add-fd')['fdset-id']}"
+        return f"/dev/fdset/{self._read_answer('add-fd')['fdset-id']}"
 
     def wait_event(self, name: str, seconds: float) -> None:
-        """Return when the event has arrived, or after the timeout."""
+        """Wait until an event has arrived, but at most ``seconds``."""
         deadline = time.perf_counter() + seconds
-        while name not in self._events and (left := deadline - time.perf_counter()) > 0:
-            if b"\n" in self._data or select.select([self._socket], [], [], left)[0]:
-                self._record_event(self._message())
+        while name not in self._events and (remaining := deadline - time.perf_counter()) > 0:
+            if b"\n" in self._data or select.select([self._socket], [], [], remaining)[0]:
+                self._record_event(self._read_message())
         self._events.clear()
 
     def close(self) -> None:
         self._socket.close()
 
-    def _answer(self, command: str) -> dict[str, Any]:
+    def _read_answer(self, command: str) -> dict[str, Any]:
         while True:
-            message = self._message()
+            message = self._read_message()
             if "return" in message:
-                found: dict[str, Any] = message["return"]
-                return found
+                result: dict[str, Any] = message["return"]
+                return result
             if "error" in message:
                 raise RuntimeError(f"QEMU refused {command}: {message['error']}")
             self._record_event(message)
@@ -316,7 +316,7 @@ class _Monitor:
         if "event" in message:
             self._events.append(message["event"])
 
-    def _message(self) -> dict[str, Any]:
+    def _read_message(self) -> dict[str, Any]:
         while b"\n" not in self._data:
             received = self._socket.recv(1 << 16)
             if not received:
@@ -327,8 +327,8 @@ class _Monitor:
         return message
 
 
-def memory_of(pid: int) -> Iterator[tuple[str, int]]:
-    """Yield Yield (name, bytes) of each sum in /proc/PID/smaps_rollup: Rss, Pss, Private_Dirty, …"""
+def read_memory(pid: int) -> Iterator[tuple[str, int]]:
+    """Yield (name, bytes) of each sum in /proc/PID/smaps_rollup: Rss, Pss, Private_Dirty, …"""
     for line in Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines()[1:]:
         name, value, *_ = line.split()
         yield name.removesuffix(":"), int(value) * 1024

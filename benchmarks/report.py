@@ -36,7 +36,7 @@ def machine(accelerator: str, qemu: str) -> dict[str, Any]:
 def document(
     results: list[Result], failed: list[str], *, machine: dict[str, Any], quick: bool, started: datetime
 ) -> dict[str, Any]:
-    """Return the results as in README.md, "JSON"."""
+    """Return the results in the format that README.md describes under "JSON"."""
     return {
         "schema": SCHEMA,
         "started_at": started.isoformat(timespec="seconds"),
@@ -50,7 +50,7 @@ def document(
 
 
 def wide_console() -> Console:
-    """Return a console on standard output; without a terminal it is as wide as the tables need."""
+    """Return a console on standard output. If that is not a terminal, it is as wide as the tables need."""
     console = Console()
     return console if console.is_terminal else Console(width=_WIDTH)
 
@@ -95,7 +95,7 @@ def _target(result: Result, measure: Measure) -> str:
         if measure.target.of == "ratio"
         else format_amount(measure.target.limit, measure.unit)
     )
-    return f"[green]≤ {limit} ✓[/]" if result.met(measure) else f"[red]≤ {limit} ✗[/]"
+    return f"[green]≤ {limit} ✓[/]" if result.meets_target(measure) else f"[red]≤ {limit} ✗[/]"
 
 
 def format_amount(value: float, unit: str) -> str:
@@ -122,10 +122,10 @@ def _field(path: str, name: str) -> str:
 
 
 def _commit() -> str:
-    """Return the measured commit, with "+" if files have changed since; "" outside a git tree."""
+    """Return the measured commit, followed by "+" if files have changed since, or "" outside a git tree."""
     git = shutil.which("git")
     if git is None:
         return ""
     command = [git, "-C", str(Path(__file__).resolve().parent), "describe", "--always", "--dirty=+", "--exclude=*"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=20, check=False)
-    return done.stdout.strip()
+    result = subprocess.run(command, capture_output=True, text=True, timeout=20, check=False)
+    return result.stdout.strip()

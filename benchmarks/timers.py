@@ -1,4 +1,4 @@
-"""Time the product's functions for the duration of a bench."""
+"""Measure the duration of calls to the product's functions."""
 
 from __future__ import annotations
 
@@ -13,18 +13,18 @@ from dataclasses import dataclass
 from typing import Any, TypeVar
 
 T = TypeVar("T")
-Stop = tuple[object, str]
-"""A class or module, and the name of one of its functions."""
+FunctionRef = tuple[object, str]
+"""A class or module and the name of one of its functions."""
 
 
 @dataclass(frozen=True)
 class Span:
-    """One call; both times are on the clock of ``time.perf_counter``, in seconds."""
+    """The start and end of one call, in seconds of ``time.perf_counter``."""
 
     start: float
     end: float
     args: tuple[Any, ...] = ()
-    """The arguments of the call, with the object itself first; empty for calls that did not return."""
+    """The arguments of the call, including ``self``; empty if the call raised an exception."""
 
     @property
     def ms(self) -> float:
@@ -32,9 +32,9 @@ class Span:
 
 
 class Timers:
-    """``watching({key: (owner, name)})`` records every call of these functions inside the context.
+    """Records every call of some functions: ``with timers.watching({key: (owner, name)}): …``
 
-    A function that does not exist (for example because it was renamed) is skipped and listed in ``missing``; the other
+    A function that does not exist, for example because it was renamed, is skipped and listed in ``missing``. The other
     results remain valid.
     """
 
@@ -43,45 +43,46 @@ class Timers:
         self.missing: list[str] = []
 
     @contextlib.contextmanager
-    def watching(self, places: dict[str, Stop]) -> Iterator[Timers]:
+    def watching(self, functions: dict[str, FunctionRef]) -> Iterator[Timers]:
         with contextlib.ExitStack() as undo:
-            for key, (owner, name) in places.items():
-                plain = inspect.getattr_static(owner, name, None)
-                if plain is None:
+            for key, (owner, name) in functions.items():
+                original = inspect.getattr_static(owner, name, None)
+                if original is None:
                     self.missing.append(f"{getattr(owner, '__name__', owner)}.{name}")
                     continue
-                setattr(owner, name, self._wrap(key, plain))
-                undo.callback(setattr, owner, name, plain)
+                setattr(owner, name, self._wrap(key, original))
+                undo.callback(setattr, owner, name, original)
             yield self
 
-    def returned(self, key: str, *arguments: object) -> list[Span]:
-        """Return the calls with these arguments since the last ``take`` that returned without an error."""
-        came_back = (span for span in list(self._spans.get(key, [])) if span.args)
-        return [span for span in came_back if all(argument in span.args[1:] for argument in arguments)]
+    def completed_calls(self, key: str, *arguments: object) -> list[Span]:
+        """Return the calls with these arguments that have returned since the last ``take``, without exceptions."""
+        successful_spans = (span for span in list(self._spans.get(key, [])) if span.args)
+        return [span for span in successful_spans if all(argument in span.args[1:] for argument in arguments)]
 
     def take(self) -> dict[str, list[Span]]:
         """Return the calls recorded since the last call of this method."""
-        taken, self._spans = dict(self._spans), defaultdict(list)
-        return taken
+        spans, self._spans = dict(self._spans), defaultdict(list)
+        return spans
 
-    def _wrap(self, key: str, plain: Any) -> Any:
-        if isinstance(plain, classmethod | staticmethod):
-            return type(plain)(self._wrap(key, plain.__func__))
-        if inspect.iscoroutinefunction(plain):
+    def _wrap(self, key: str, function: Any) -> Any:
+        """Return a function that records its calls and calls ``function``."""
+        if isinstance(function, classmethod | staticmethod):
+            return type(function)(self._wrap(key, function.__func__))
+        if inspect.iscoroutinefunction(function):
 
-            @functools.wraps(plain)
+            @functools.wraps(function)
             async def timed_coroutine(*args: Any, **kwargs: Any) -> Any:
                 with self._record(key, args):
-                    return await plain(*args, **kwargs)
+                    return await function(*args, **kwargs)
 
             return timed_coroutine
 
-        @functools.wraps(plain)
-        def timed(*args: Any, **kwargs: Any) -> Any:
+        @functools.wraps(function)
+        def timed_function(*args: Any, **kwargs: Any) -> Any:
             with self._record(key, args):
-                return plain(*args, **kwargs)
+                return function(*args, **kwargs)
 
-        return timed
+        return timed_function
 
     @contextlib.contextmanager
     def _record(self, key: str, args: tuple[Any, ...]) -> Iterator[None]:
@@ -97,21 +98,23 @@ class Timers:
 def milliseconds(work: Callable[[], T]) -> tuple[T, float]:
     """Run ``work``. Returns its result and its duration in milliseconds."""
     start = time.perf_counter()
-    answer = work()
-    return answer, (time.perf_counter() - start) * 1000
+    result = work()
+    return result, (time.perf_counter() - start) * 1000
 
 
 def shares(whole: Span, parts: dict[str, list[Span]]) -> dict[str, float]:
-    """Return the milliseconds of ``whole`` spent in each part, and the rest under "rest". They add up to the whole.
+    """Return the milliseconds of ``whole`` that were spent in each part, and the remaining ones under "rest".
 
-    Where two parts overlap, the time counts for the part named first.
+    The values add up to the duration of ``whole``. If parts overlap, the time counts for the first of them.
     """
     edges = {whole.start, whole.end}
     for spans in parts.values():
         edges.update(edge for span in spans for edge in (span.start, span.end) if whole.start < edge < whole.end)
     ordered = sorted(edges)
-    found = dict.fromkeys([*parts, "rest"], 0.0)
+    totals = dict.fromkeys([*parts, "rest"], 0.0)
     for start, end in itertools.pairwise(ordered):
-        busy = (key for key, spans in parts.items() if any(span.start <= start and end <= span.end for span in spans))
-        found[next(busy, "rest")] += (end - start) * 1000
-    return found
+        active_keys = (
+            key for key, spans in parts.items() if any(span.start <= start and end <= span.end for span in spans)
+        )
+        totals[next(active_keys, "rest")] += (end - start) * 1000
+    return totals

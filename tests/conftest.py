@@ -1,5 +1,6 @@
-"""Fixtures that several folders of tests share: an XFS with reflinks, real gateways, a template; and the check that a
-test run leaves nothing behind on the machine.
+"""Fixtures that several folders of tests share: an XFS file system, real gateways, and a template.
+
+Also checks that a test run leaves nothing behind on the machine.
 """
 
 from __future__ import annotations
@@ -37,41 +38,41 @@ _GROUPS = {
     "roles": ("roles",),
 }
 _FOLDERS = [folder for folders in _GROUPS.values() for folder in folders]
-_LONG = ("test_gateway.py", "test_gateway_systemd.py", "test_kvm_xfs_host.py")
-"""Files of the folder roles, which is distributed by file and last. They run first, so that no lane ends late."""
+_SLOW_FILES = ("test_gateway.py", "test_gateway_systemd.py", "test_kvm_xfs_host.py")
+"""Files of the folder roles, which is distributed last and by file. They run first there, as they take longest."""
 
-_SEED = "GROVE_TEST_SEED"
-"""Environment variable: the order of tests in a folder: "random", a seed that was printed, or 0 for source order."""
+_SEED_VARIABLE = "GROVE_TEST_SEED"
+"""Environment variable for the order of tests in a folder: "random", a seed that was printed, or 0 for source order."""
 
 _before: leaks.Inventory | None = None
 
 
 def pytest_configure(config: pytest.Config) -> None:
     session.link_collection()
-    if os.environ.setdefault(_SEED, "0") == "random":
-        os.environ[_SEED] = str(1 + secrets.randbelow(999_999))  # the lanes, which start later, inherit it
+    if os.environ.setdefault(_SEED_VARIABLE, "0") == "random":
+        os.environ[_SEED_VARIABLE] = str(1 + secrets.randbelow(999_999))  # the lanes, which start later, inherit it
 
 
 def pytest_report_header() -> str:
-    return f"order of tests: {_SEED}={os.environ[_SEED]}"
+    return f"order of tests: {_SEED_VARIABLE}={os.environ[_SEED_VARIABLE]}"
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
-    if os.environ[_SEED] != "0":
-        terminalreporter.write_line(f"To run them in this order again: {_SEED}={os.environ[_SEED]}")
+    if os.environ[_SEED_VARIABLE] != "0":
+        terminalreporter.write_line(f"To run them in this order again: {_SEED_VARIABLE}={os.environ[_SEED_VARIABLE]}")
 
 
 @pytest.hookimpl(wrapper=True, tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> Iterator[None]:
-    """Wraps pytest's own sorting, which groups tests by the parameters of expensive fixtures."""
-    if (seed := os.environ[_SEED]) != "0":
+    """Sort tests before and after pytest's own sorting, which groups them by the parameters of expensive fixtures."""
+    if (seed := os.environ[_SEED_VARIABLE]) != "0":
         items.sort(key=lambda item: (_random_key(seed, item.nodeid.partition("::")[0]), _random_key(seed, item.nodeid)))
     yield
-    items.sort(key=lambda item: (_FOLDERS.index(_folder(item.nodeid)), item.path.name not in _LONG))
+    items.sort(key=lambda item: (_FOLDERS.index(_folder(item.nodeid)), item.path.name not in _SLOW_FILES))
 
 
 def _random_key(seed: str, name: str) -> bytes:
-    """The key depends only on the arguments: a subset of the tests runs in the same relative order."""
+    """Return a key that depends only on the arguments, so that any subset of the tests runs in the same order."""
     return hashlib.sha256(f"{seed} {name}".encode()).digest()
 
 
@@ -81,7 +82,7 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> LoadScopeSch
 
 
 class Lanes(LoadScopeScheduling):  # type: ignore[misc]
-    """``pytest -n 2``: a lane that has finished a group of tests takes the next."""
+    """The scheduler for ``pytest -n 2``: a lane that has finished a group of tests takes the next one."""
 
     def _split_scope(self, nodeid: str) -> str:
         # zfs-fuse has one daemon on the machine: all tests that create jails are one group, whatever their folder. (The
@@ -100,34 +101,34 @@ def _folder(nodeid: str) -> str:
 
 def pytest_sessionstart(session: pytest.Session) -> None:
     global _before
-    if leaks.watching(session.config):
+    if leaks.should_check(session.config):
         leaks.sweep_earlier_runs()
         _before = leaks.take_inventory()
 
 
 @pytest.fixture(scope="session", autouse=True)
-def _remembered(tmp_path_factory: pytest.TempPathFactory) -> None:
-    leaks.remember(tmp_path_factory.getbasetemp())
+def _remember_temporary_directory(tmp_path_factory: pytest.TempPathFactory) -> None:
+    leaks.record_temporary_directory(tmp_path_factory.getbasetemp())
 
 
 @pytest.hookimpl(trylast=True)
 def pytest_sessionfinish(session: pytest.Session) -> None:
     if _before is None:
         return
-    left = leaks.wait_for_leftovers(_before)
-    if left:
+    leftovers = leaks.wait_for_leftovers(_before)
+    if leftovers:
         reporter = session.config.pluginmanager.get_plugin("terminalreporter")
         assert reporter is not None
         reporter.ensure_newline()
         reporter.section("left behind by the tests", sep="=", red=True)
-        for line in left:
+        for line in leftovers:
             reporter.line(line)
         session.exitstatus = pytest.ExitCode.TESTS_FAILED
 
 
 @pytest.fixture(scope="session")
 def anyio_backend() -> str:
-    """For tests and fixtures that are coroutines: each test runs them in an event loop of its own."""
+    """The event loop of tests and fixtures that are coroutines. Each test has its own loop."""
     return "asyncio"
 
 
@@ -139,40 +140,40 @@ def need_root() -> None:
 
 @pytest.fixture(scope="session")
 def xfs_root(need_root: None) -> Iterator[Path]:
-    """The mount point of an XFS with ``reflink=1`` (12 GiB, sparse) that lasts as long as this run."""
+    """The mount point of an XFS file system with ``reflink=1`` (12 GiB, sparse) that exists during this run."""
     with LoopXfs(session.run_dir() / "state.xfs", session.run_dir() / "xfs", size_mb=12 * 1024) as xfs:
         yield xfs.mount_point
 
 
 @pytest.fixture(scope="session")
 def kvm_xfs_world(xfs_root: Path) -> KvmXfsWorld:
-    """Engines inside the test's process on a KVM/XFS host."""
+    """A KVM/XFS host for engines that run inside the test's process."""
     return KvmXfsWorld(xfs_root, session.cache_dir())
 
 
 @pytest.fixture(scope="session")
 def jail_zfs_world(need_root: None) -> Iterator[JailZfsWorld]:
-    """Engines inside the test's process on a jail/ZFS host, with FreeBSD's commands on Linux."""
-    with jail_world.jail_zfs_world() as made:
-        yield made
+    """A jail/ZFS host, emulated on Linux, for engines that run inside the test's process."""
+    with jail_world.jail_zfs_world() as world:
+        yield world
 
 
 @pytest.fixture(scope="session")
 def make_gateway(xfs_root: Path) -> Iterator[Callable[..., Gateway]]:
-    """Start gateways that live as long as the run (most tests use ``gateway`` instead)."""
+    """A function that starts gateways without a template, which run until the end of the test run."""
     yield from _gateway_factory(xfs_root, None)
 
 
 @pytest.fixture(scope="session")
 def shared_gateway(xfs_root: Path) -> Iterator[Gateway]:
-    """One gateway for the whole run. Tests that stop it or fill it use ``gateway`` instead."""
+    """A gateway for the whole test run. Tests that stop a gateway or fill its disk use ``gateway`` instead."""
     for start in _gateway_factory(xfs_root, lambda root: templates.copy_cached(root, TEMPLATE)):
         yield start()
 
 
 @pytest.fixture(scope="session")
 def template(shared_gateway: Gateway) -> str:
-    """The name of a template of ``shared_gateway``: Debian, python3, 256 MiB; built once for the run."""
+    """The name of a template of ``shared_gateway`` with Debian, python3 and 256 MiB. It is built once for the run."""
     build_template(shared_gateway, TEMPLATE)
     templates.add_to_cache(shared_gateway.state_root)
     return TEMPLATE
@@ -180,9 +181,9 @@ def template(shared_gateway: Gateway) -> str:
 
 @pytest.fixture
 def gateway(xfs_root: Path, request: pytest.FixtureRequest) -> Iterator[Callable[..., Gateway]]:
-    """``gateway({section: {key: value}})`` starts a fresh gateway with the template, unless ``seed_template=False``.
+    """``gateway({section: {key: value}})`` starts a new gateway with the template, unless ``seed_template=False``.
 
-    The template's directory is a reflink copy of the shared one's: gateways keep their state only in the file system.
+    The template's directory is a reflink copy from ``shared_gateway``: gateways keep their state only in files.
     """
 
     yield from _gateway_factory(xfs_root, lambda root: _copy_templates(request, root))
@@ -190,7 +191,7 @@ def gateway(xfs_root: Path, request: pytest.FixtureRequest) -> Iterator[Callable
 
 @pytest.fixture(scope="session")
 def seeded_gateways(xfs_root: Path, request: pytest.FixtureRequest) -> Iterator[Callable[..., Gateway]]:
-    """Like ``gateway``, but the gateways live as long as the run."""
+    """Like ``gateway``, but the gateways run until the end of the test run."""
     yield from _gateway_factory(xfs_root, lambda root: _copy_templates(request, root))
 
 
@@ -204,38 +205,38 @@ def _copy_templates(request: pytest.FixtureRequest, root: Path) -> None:
 
 
 def _gateway_factory(xfs_root: Path, seed: Callable[[Path], None] | None) -> Iterator[Callable[..., Gateway]]:
-    made: list[Gateway] = []
+    gateways: list[Gateway] = []
 
     def start(config: dict[str, dict[str, object]] | None = None, *, seed_template: bool = True) -> Gateway:
         instance = Gateway(xfs_root, config or {})
         if seed is not None and seed_template:
             seed(instance.state_root)
-        made.append(instance)
+        gateways.append(instance)
         instance.start()
         return instance
 
     yield start
-    problems = [problem for instance in reversed(made) for problem in instance.end()]
+    problems = [problem for instance in reversed(gateways) for problem in instance.end()]
     assert not problems, "; ".join(problems)
 
 
-# -- the HTTP API over a host in memory --------------------------------------------------------------------------------
+# -- the HTTP API with an in-memory host -------------------------------------------------------------------------------
 
 
 @pytest.fixture(scope="session")
 def _gateway_by_folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[str], MemoryGateway]]:
-    made: dict[str, MemoryGateway] = {}
+    gateways: dict[str, MemoryGateway] = {}
 
     def start(folder: str) -> MemoryGateway:
-        if folder not in made:
-            made[folder] = MemoryGateway(tmp_path_factory.mktemp("memory"))
-            made[folder].build_template("base", packages=["python3"], description="the template of the tests")
-        return made[folder]
+        if folder not in gateways:
+            gateways[folder] = MemoryGateway(tmp_path_factory.mktemp("memory"))
+            gateways[folder].build_template("base", packages=["python3"], description="the template of the tests")
+        return gateways[folder]
 
     try:
         yield start
     finally:
-        for gateway in made.values():
+        for gateway in gateways.values():
             gateway.end()
 
 
@@ -249,14 +250,14 @@ def _memory_gateway(
 
 @pytest.fixture
 def memory_gateway(_memory_gateway: MemoryGateway) -> Iterator[MemoryGateway]:
-    """A gateway over a host in memory, with the template `base` and nothing else."""
+    """A gateway with an in-memory host, with the template `base` and nothing else."""
     yield _memory_gateway
     _memory_gateway.clear()
 
 
 @pytest.fixture
 def api(memory_gateway: MemoryGateway) -> Iterator[httpx.Client]:
-    """A client of the gateway's HTTP API with administrator rights."""
+    """A client for the gateway's HTTP API, with administrator rights."""
     with memory_gateway.client() as client:
         yield client
 
@@ -270,8 +271,8 @@ def keyless_client(memory_gateway: MemoryGateway) -> Iterator[httpx.Client]:
 
 @pytest.fixture
 def sandbox(api: httpx.Client) -> dict[str, Any]:
-    """A sandbox named `one`, as the API returned it."""
-    answer = api.post("/sandboxes", json={"templateID": "base", "name": "one"})
-    assert answer.status_code == 201, answer.text
-    made: dict[str, Any] = answer.json()
-    return made
+    """A new sandbox named `one`, as returned by the API."""
+    response = api.post("/sandboxes", json={"templateID": "base", "name": "one"})
+    assert response.status_code == 201, response.text
+    sandbox: dict[str, Any] = response.json()
+    return sandbox

@@ -1,10 +1,9 @@
-"""Leftovers of a test run on the machine: processes, mounts, loop devices, network namespaces, links, nftables tables,
-control groups, zpools, files.
+"""Find and remove leftovers of test runs: processes, mounts, loop devices, network namespaces, links, nftables tables,
+control groups, zpools and files.
 
-Processes are recognised by an environment variable that they inherit or, since a gateway starts its processes with a
-clean environment, by a path of this run in their command line; so processes of other users on a shared machine do not
-count. Everything else counts if it contains this run's directory or prefix; with CI set, the machine is assumed to be
-ours alone, and everything new counts.
+Processes are recognised by an environment variable that they inherit. A gateway starts its processes with a clean
+environment, so a path of this run in the command line counts too. Anything else counts if it contains this run's
+directory or prefix. With CI set, no one else uses the machine, and everything new counts.
 """
 
 from __future__ import annotations
@@ -31,7 +30,7 @@ _ZPOOLS = ("zpool", "list", "-H", "-o", "name")
 
 @dataclass(frozen=True)
 class Inventory:
-    """Everything found on the machine; each set has one readable line for each item."""
+    """Everything found on the machine: sets with a readable line for each item."""
 
     processes: frozenset[str]
     mounts: frozenset[str]
@@ -47,8 +46,8 @@ class Inventory:
         return {kind: lines for kind, lines in new.items() if lines}
 
 
-def watching(config: pytest.Config) -> bool:
-    """Only root can create these leftovers; workers of a distributed run leave the check to the main process."""
+def should_check(config: pytest.Config) -> bool:
+    """Return whether to check for leftovers. Only root can create them, and only the main process checks."""
     session.run_id()
     return os.geteuid() == 0 and not hasattr(config, "workerinput") and not config.option.collectonly
 
@@ -67,14 +66,13 @@ def take_inventory() -> Inventory:
 
 
 def wait_for_leftovers(before: Inventory) -> list[str]:
-    """Return the leftovers, after a grace period for what is still ending. Removes the run's directory if it is
-    empty."""
+    """Return the leftovers after a grace period, in which processes can end. Remove the run's directory if possible."""
     deadline = time.monotonic() + _SETTLE_SECONDS
-    while (left := _new_items(before)) and time.monotonic() < deadline:
+    while (leftovers := _new_items(before)) and time.monotonic() < deadline:
         time.sleep(0.5)
-    if not any(line.startswith(("mounts", "loops", "processes")) for line in left):
+    if not any(line.startswith(("mounts", "loops", "processes")) for line in leftovers):
         shutil.rmtree(session.run_path(), ignore_errors=True)
-    return left
+    return leftovers
 
 
 def _new_items(before: Inventory) -> list[str]:
@@ -86,15 +84,15 @@ def _new_items(before: Inventory) -> list[str]:
     return [f"{kind}: {line}" for kind, lines in new.items() for line in lines]
 
 
-def remember(temporary: Path) -> None:
-    """Note a temporary directory of this run, because it may hold mounts, too. Only runs of root are cleaned up."""
+def record_temporary_directory(temporary: Path) -> None:
+    """Record a temporary directory of this run, because it may contain mounts. Only runs of root are cleaned up."""
     if os.geteuid() == 0:
-        # One for each process: tests run pytest, too.
+        # One link for each process, because some tests run pytest themselves.
         (session.run_dir() / f"{_TEMPORARY}-{os.getpid()}").symlink_to(temporary)
 
 
 def sweep_earlier_runs() -> None:
-    """Remove the leftovers of runs that were killed: their processes, names, pools, mounts and files."""
+    """Remove the processes, names, pools, mounts and files that killed runs left behind."""
     for path in session.state_dir().glob("run-*"):
         mark = path.name.removeprefix("run-")
         pid, _, code = mark.partition("-")
@@ -110,29 +108,29 @@ def _sweep(path: Path, mark: str, prefix: str) -> None:
         jail_world.shim("freebsd-shim", "purge", check=False, state=state)
     for name in _names(Path("/run/netns")):
         if name.startswith(prefix):
-            _try("ip", "netns", "delete", name)
-    # A leftover bridge has a route to addresses which a later run may use.
+            _run_ignoring_errors("ip", "netns", "delete", name)
+    # A leftover bridge has a route to addresses that a later run may use.
     for link in _json("ip", "-j", "link", "show"):
         if link["ifname"].startswith(prefix):
-            _try("ip", "link", "delete", link["ifname"])
+            _run_ignoring_errors("ip", "link", "delete", link["ifname"])
     for table in _lines("nft", "list", "tables"):
         if table.split()[-1].startswith(prefix):
             rules = "\n".join(_lines("nft", "list", *table.split()))
-            _try("nft", "delete", *table.split())
-            # Its rules contain the address of its volume servers, which is an address of this machine.
+            _run_ignoring_errors("nft", "delete", *table.split())
+            # The rules contain the address of the volume servers, which is an address of this machine.
             for address in _addresses("lo"):
                 if f" {address} " in rules:
-                    _try("ip", "address", "delete", f"{address}/32", "dev", "lo")
-    if left := [pool for pool in _lines(*_ZPOOLS) if pool.startswith(prefix)]:
-        pools.destroy_left(left)
+                    _run_ignoring_errors("ip", "address", "delete", f"{address}/32", "dev", "lo")
+    if pools_to_destroy := [pool for pool in _lines(*_ZPOOLS) if pool.startswith(prefix)]:
+        pools.destroy_pools(pools_to_destroy)
     for target in sorted(_mounted_below(_run_directories(path)), reverse=True):
-        _try("umount", str(target))
-    # Removing the directory would also delete the content of anything still mounted there.
+        _run_ignoring_errors("umount", str(target))
+    # Removing the directory would also delete the contents of anything that is still mounted there.
     if not _mounted_below([path]):
         shutil.rmtree(path, ignore_errors=True)
 
 
-def _try(*argv: str) -> None:
+def _run_ignoring_errors(*argv: str) -> None:
     subprocess.run(argv, capture_output=True, timeout=60, check=False)
 
 
@@ -142,26 +140,26 @@ def _mounted_below(places: list[Path]) -> list[Path]:
 
 
 def _run_directories(path: Path) -> list[Path]:
-    """The directories of the run whose own directory is ``path``."""
+    """Return the directory ``path`` of a run, and its temporary directories."""
     return [path, *(link.resolve() for link in path.glob(f"*/{_TEMPORARY}-*"))]
 
 
 def _processes(path: Path, mark: str) -> dict[int, str]:
-    """pid → description of each process that the run ``mark`` in ``path`` started, directly or not."""
-    found = {}
-    wanted = f"{session.MARK}={mark}".encode()
+    """Return a description by pid of each process that the run ``mark`` in ``path`` started, even indirectly."""
+    processes = {}
+    variable = f"{session.MARK}={mark}".encode()
     places = [f"{place}/" for place in _run_directories(path)]
     for entry in Path("/proc").iterdir():
         if not entry.name.isdigit() or int(entry.name) == os.getpid():
             continue
         try:
             command = (entry / "cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace").strip()
-            inherited = wanted in (entry / "environ").read_bytes().split(b"\0")
+            inherited = variable in (entry / "environ").read_bytes().split(b"\0")
             if inherited or any(place in command for place in places):
-                found[int(entry.name)] = f"{entry.name} {command[:160]}"
+                processes[int(entry.name)] = f"{entry.name} {command[:160]}"
         except OSError:
             continue
-    return found
+    return processes
 
 
 def _mounts() -> list[str]:
@@ -170,20 +168,22 @@ def _mounts() -> list[str]:
 
 
 def _loops() -> list[str]:
-    found = []
+    devices = []
     for backing in Path("/sys/block").glob("loop*/loop/backing_file"):
         with contextlib.suppress(OSError):
-            found.append(f"/dev/{backing.parent.parent.name} ({backing.read_text().strip()})")
-    return found
+            devices.append(f"/dev/{backing.parent.parent.name} ({backing.read_text().strip()})")
+    return devices
 
 
 def _cgroups() -> list[str]:
-    """Groups that may belong to a sandbox: ours are the only ones below a group named after the gateway."""
-    found = (Path(place) for place, _, _ in os.walk("/sys/fs/cgroup"))  # ignores groups that vanish meanwhile
-    return [str(path) for path in found if _is_ours(path)]
+    """Return the control groups of this run. Their paths contain the prefix of a gateway."""
+    groups = (
+        Path(place) for place, _, _ in os.walk("/sys/fs/cgroup")
+    )  # ignores groups that are removed during the walk
+    return [str(path) for path in groups if _belongs_to_run(path)]
 
 
-def _is_ours(path: Path) -> bool:
+def _belongs_to_run(path: Path) -> bool:
     return f"t{session.run_id()}" in str(path)
 
 
@@ -197,12 +197,12 @@ def _addresses(link: str) -> list[str]:
 
 def _lines(*argv: str) -> list[str]:
     try:
-        done = subprocess.run(argv, capture_output=True, text=True, timeout=30, check=False)
+        result = subprocess.run(argv, capture_output=True, text=True, timeout=30, check=False)
     except (FileNotFoundError, subprocess.TimeoutExpired):
         return []
-    return done.stdout.splitlines() if done.returncode == 0 else []
+    return result.stdout.splitlines() if result.returncode == 0 else []
 
 
 def _json(*argv: str) -> list[dict[str, str]]:
-    found: list[dict[str, str]] = json.loads("".join(_lines(*argv)) or "[]")
-    return found
+    items: list[dict[str, str]] = json.loads("".join(_lines(*argv)) or "[]")
+    return items

@@ -1,7 +1,7 @@
 """Mutation testing of the pure modules: ``./dev mutation [SUBJECT…]``.
 
-mutmut changes one expression of a subject at a time and runs the subject's tests. A change that no test detects
-survives. Each subject gets its own tree below ``.cache/mutation``; the repository's files stay unchanged.
+mutmut changes one expression of a subject at a time and runs the subject's tests. A mutant that no test detects
+survives. Each subject is tested in its own tree below ``.cache/mutation``; the repository does not change.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ from dataclasses import dataclass
 from pathlib import Path
 
 REPOSITORY = Path(__file__).resolve().parent.parent
-PLACE = REPOSITORY / ".cache" / "mutation"
+WORK_DIRECTORY = REPOSITORY / ".cache" / "mutation"
 GATEWAY = "src/sandbox_gateway"
 COLLECTION = "src/ansible_collections/grove/sandbox"
 MODULE_UTILS = f"{COLLECTION}/plugins/module_utils"
-SECONDS = 600
-"""Time limit for one subject. Mutants without a result by then are counted as such."""
-LISTED = 40
-"""Survivors that are shown of one subject."""
+TIME_LIMIT_SECONDS = 600
+"""Time limit for one subject in seconds. Mutants that were not tested by then are counted as not checked."""
+MAX_SURVIVORS = 40
+"""Maximum number of survivors to print for one subject."""
 
 CONFTEST = """
 import pytest
@@ -47,19 +47,19 @@ class Subject:
     tests: tuple[str, ...]
 
 
-UNIT = "tests/unit/gateway"
-PLANS = ("tests/unit/plugins",)
+UNIT_TESTS = "tests/unit/gateway"
+PLAN_TESTS = ("tests/unit/plugins",)
 SUBJECTS = {
-    "plan": Subject((f"{MODULE_UTILS}/_plan.py",), PLANS),
-    "plan-fork": Subject((f"{MODULE_UTILS}/_fork.py",), PLANS),
-    "plan-sandbox": Subject((f"{MODULE_UTILS}/_sandbox.py",), PLANS),
-    "plan-names": Subject((f"{MODULE_UTILS}/_names.py",), PLANS),
-    "records": Subject((f"{GATEWAY}/records.py",), (f"{UNIT}/test_records.py",)),
-    "recipes": Subject((f"{GATEWAY}/recipes.py",), (f"{UNIT}/test_recipes.py", f"{UNIT}/test_records.py")),
-    "index": Subject((f"{GATEWAY}/engine/index.py",), (f"{UNIT}/test_index.py",)),
-    "retention": Subject((f"{GATEWAY}/engine/retention.py",), (f"{UNIT}/test_retention.py",)),
-    "guest-json": Subject((f"{GATEWAY}/engine/guest_json.py",), (f"{UNIT}/test_guest_json.py",)),
-    "addresses": Subject((f"{GATEWAY}/hosts/addresses.py",), (f"{UNIT}/test_addresses.py",)),
+    "plan": Subject((f"{MODULE_UTILS}/_plan.py",), PLAN_TESTS),
+    "plan-fork": Subject((f"{MODULE_UTILS}/_fork.py",), PLAN_TESTS),
+    "plan-sandbox": Subject((f"{MODULE_UTILS}/_sandbox.py",), PLAN_TESTS),
+    "plan-names": Subject((f"{MODULE_UTILS}/_names.py",), PLAN_TESTS),
+    "records": Subject((f"{GATEWAY}/records.py",), (f"{UNIT_TESTS}/test_records.py",)),
+    "recipes": Subject((f"{GATEWAY}/recipes.py",), (f"{UNIT_TESTS}/test_recipes.py", f"{UNIT_TESTS}/test_records.py")),
+    "index": Subject((f"{GATEWAY}/engine/index.py",), (f"{UNIT_TESTS}/test_index.py",)),
+    "retention": Subject((f"{GATEWAY}/engine/retention.py",), (f"{UNIT_TESTS}/test_retention.py",)),
+    "guest-json": Subject((f"{GATEWAY}/engine/guest_json.py",), (f"{UNIT_TESTS}/test_guest_json.py",)),
+    "addresses": Subject((f"{GATEWAY}/hosts/addresses.py",), (f"{UNIT_TESTS}/test_addresses.py",)),
     "zfs-parse": Subject(
         tuple(f"{GATEWAY}/zfs/{name}.py" for name in ("names", "options", "parse")),
         ("tests/jail_zfs/test_zfs_parse.py",),
@@ -85,45 +85,46 @@ class Result:
         return sum(self.counts.values()) - self.counts.get("not checked", 0) - self.counts.get("skipped", 0)
 
 
-def mutate(subject: Subject, place: Path) -> Result:
-    """Raises RuntimeError if mutmut could not run, for example because the subject's tests fail on unchanged code."""
-    prepare(subject, place)
+def mutate(subject: Subject, directory: Path) -> Result:
+    """Run mutmut for a subject. Raises RuntimeError, for example if the subject's tests fail on unchanged code."""
+    prepare(subject, directory)
     environment = {**os.environ, "PYTHONPATH": ""}
     jobs = str(os.cpu_count() or 1)
     try:
-        done = subprocess.run(
+        result = subprocess.run(
             [sys.executable, "-m", "mutmut", "run", "--max-children", jobs],
-            cwd=place, env=environment, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, timeout=SECONDS,
+            cwd=directory, env=environment, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+            timeout=TIME_LIMIT_SECONDS,
         )  # fmt: skip
-        if done.returncode != 0:
-            raise RuntimeError(done.stdout[-3000:])
+        if result.returncode != 0:
+            raise RuntimeError(result.stdout[-3000:])
     except subprocess.TimeoutExpired:
-        print(f"stopped after {SECONDS} s", file=sys.stderr)
-    said = subprocess.run(
+        print(f"stopped after {TIME_LIMIT_SECONDS} s", file=sys.stderr)
+    results = subprocess.run(
         [sys.executable, "-m", "mutmut", "results", "--all", "true"],
-        cwd=place, env=environment, text=True, capture_output=True, check=True,
+        cwd=directory, env=environment, text=True, capture_output=True, check=True,
     )  # fmt: skip
-    rows = [tuple(line.strip().rsplit(": ", 1)) for line in said.stdout.splitlines() if ": " in line]
+    rows = [tuple(line.strip().rsplit(": ", 1)) for line in results.stdout.splitlines() if ": " in line]
     counts = dict(collections.Counter(state for _, state in rows))
     return Result(counts, [name for name, state in rows if state in ("survived", "no tests")])
 
 
-def prepare(subject: Subject, place: Path) -> None:
-    """Lay out ``place`` for mutmut: sources in src, tests beside them."""
-    shutil.rmtree(place, ignore_errors=True)
-    collection = place / COLLECTION
+def prepare(subject: Subject, directory: Path) -> None:
+    """Copy everything that mutmut needs to ``directory``: sources in src, with tests beside them."""
+    shutil.rmtree(directory, ignore_errors=True)
+    collection = directory / COLLECTION
     collection.mkdir(parents=True)
     for package in ("sandbox_gateway", "sandbox_agent"):
-        shutil.copytree(REPOSITORY / "gateway/src" / package, place / "src" / package)
+        shutil.copytree(REPOSITORY / "gateway/src" / package, directory / "src" / package)
     shutil.copytree(REPOSITORY / "plugins", collection / "plugins")
     for name in ("docs", "plugins", "tests"):
-        shutil.copytree(REPOSITORY / name, place / name)
-    # The suite's own conftest.py looks for leftovers on the machine; these tests leave none.
-    (place / "tests/conftest.py").write_text(CONFTEST)
-    (place / "pytest.ini").write_text(
+        shutil.copytree(REPOSITORY / name, directory / name)
+    # The suite's own conftest.py checks for leftovers on the machine, but these tests leave none.
+    (directory / "tests/conftest.py").write_text(CONFTEST)
+    (directory / "pytest.ini").write_text(
         "[pytest]\npythonpath = . src\naddopts = --import-mode=importlib -p no:xdist\nanyio_mode = auto\n"
     )
-    (place / "pyproject.toml").write_text(
+    (directory / "pyproject.toml").write_text(
         "[tool.mutmut]\n"
         'source_paths = ["src"]\n'
         f"only_mutate = {json.dumps(subject.sources)}\n"
@@ -138,25 +139,25 @@ def main() -> None:
     parser.add_argument("subjects", nargs="*", metavar="SUBJECT", help=f"of {', '.join(SUBJECTS)}; default: all")
     names = parser.parse_args().subjects or list(SUBJECTS)
     if unknown := set(names) - SUBJECTS.keys():
-        parser.error(f"no subject {', '.join(sorted(unknown))}; there are {', '.join(SUBJECTS)}")
-    rows, failed = [], []
+        parser.error(f"unknown subject {', '.join(sorted(unknown))}: choose from {', '.join(SUBJECTS)}")
+    rows, failures = [], []
     for name in names:
         started = time.monotonic()
         try:
-            result = mutate(SUBJECTS[name], PLACE / name)
+            result = mutate(SUBJECTS[name], WORK_DIRECTORY / name)
         except RuntimeError as error:
             print(f"{name}: {error}", flush=True)
-            failed.append(name)
+            failures.append(name)
             continue
-        for survivor in result.survivors[:LISTED]:
+        for survivor in result.survivors[:MAX_SURVIVORS]:
             print(f"survived: {survivor}")
         rate = 100 * result.killed / max(1, result.tried)
         rows.append(f"| {name} | {result.tried} | {result.killed} | {rate:.0f} % |")
         print(f"{name}: {result.counts} in {time.monotonic() - started:.0f} s", flush=True)
     print("\n| subject | mutants | killed | kill rate |\n|---|---:|---:|---:|")
     print("\n".join(rows))
-    if failed:
-        sys.exit(f"these could not be tried: {', '.join(failed)}")
+    if failures:
+        sys.exit(f"these subjects could not be tested: {', '.join(failures)}")
 
 
 if __name__ == "__main__":

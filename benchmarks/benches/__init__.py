@@ -1,4 +1,4 @@
-"""All benches in the order in which they run. To add one, create a file here and add a line below."""
+"""List all benches in the order in which they run. To add one, create a file here and add it to BENCHES."""
 
 from __future__ import annotations
 

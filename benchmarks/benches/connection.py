@@ -1,5 +1,6 @@
-"""Run the same play over the connection plugin and over SSH, on forks of one snapshot, to see what a task in a sandbox
-costs.
+"""Measure the cost of a task in a sandbox: run the same play over the connection plugin and over SSH.
+
+The hosts of the play are forks of one snapshot.
 """
 
 from __future__ import annotations
@@ -32,13 +33,13 @@ _TITLES = {
     "command": "run a command",
     "fetch": "fetch a file of 1 MiB",
 }
-_JAILS = (
+_JAIL_NOTE = (
     "the sandboxes are jails on Linux (zfs-fuse, tests/freebsd_shim), where programs run as fast as "
     "outside. In virtual machines without KVM the modules take seconds, which would hide the cost of the connection"
 )
-_WAYS = (
-    "sshd runs in one of the forks. Control connections persist, pipelining is on for both, and Ansible "
-    "works on one host at a time. The time of a task over many forks is divided by their number"
+_METHOD_NOTE = (
+    "sshd runs in one of the forks. Control connections persist, pipelining is enabled for both, and Ansible "
+    "works on one host at a time. The duration of a task on many forks is divided by their number"
 )
 _USER, _HOME = "player", "/home/player"
 _PREPARE = f"""
@@ -58,36 +59,39 @@ _SSHD = f"exec /usr/sbin/sshd -p {_PORT} -h {_HOME}/.ssh/host -E {_HOME}/sshd.lo
 
 class Connection:
     name = "connection"
-    title = "a play on forks: over the connection plugin, and over SSH"
+    title = "a play on forks, over the connection plugin and over SSH"
 
     def run(self, ctx: Context) -> Result:
         rounds, fleets = ctx.rounds(full=6, quick=1), ctx.rounds(full=2, quick=1)
         count = ctx.rounds(full=20, quick=4)
         settings = {"rounds": rounds, "fleets": fleets, "forks": count, "at_once": 1, "zfs": "zfs-fuse"}
-        result = Result(self.name, self.title, settings, notes=[_JAILS, _WAYS])
+        result = Result(self.name, self.title, settings, notes=[_JAIL_NOTE, _METHOD_NOTE])
         samples: dict[str, list[float]] = defaultdict(list)
         with _forks(ctx, count) as forks, ctx.steps("plays", 2 * rounds + fleets) as steps:
-            book = _Playbook(forks)
+            playbook = _Playbook(forks)
             for number in range(rounds):
-                for way in ("ssh", "ours"):
-                    for task, taken in book.time_tasks(way).items():
-                        samples[f"{way}_{task}"].append(taken)
-                    steps.done()
+                for inventory in ("ssh", "ours"):
+                    for task, elapsed in playbook.time_tasks(inventory).items():
+                        samples[f"{inventory}_{task}"].append(elapsed)
+                    steps.advance()
                 if number < fleets:
-                    for task, taken in book.time_tasks("fleet").items():
-                        samples[f"fleet_{task}"].append(taken / count)
-                    steps.done()
+                    for task, elapsed in playbook.time_tasks("fleet").items():
+                        samples[f"fleet_{task}"].append(elapsed / count)
+                    steps.advance()
         for task, title in _TITLES.items():
             floor, target = f"ssh_{task}", Target("ratio", 1.0)
             result.measure(floor, f"{title}: over SSH", samples=samples[floor])
-            for key, which in (("ours", "over the connection plugin"), ("fleet", f"the same in {count} forks, each")):
-                found = samples[f"{key}_{task}"]
-                result.measure(f"{key}_{task}", f"{title}: {which}", samples=found, floor=floor, target=target)
+            for prefix, description in (
+                ("ours", "over the connection plugin"),
+                ("fleet", f"over the connection plugin, per fork of {count}"),
+            ):
+                key = f"{prefix}_{task}"
+                result.measure(key, f"{title}: {description}", samples=samples[key], floor=floor, target=target)
         return result
 
 
 class _Forks:
-    """The forks' ids, the gateway's socket, and SSH access to the first fork."""
+    """Creates the inventories: with the first fork over SSH or the connection plugin, and with all forks."""
 
     def __init__(self, scratch: Path, socket: str, ids: list[str], address: str, key: Path) -> None:
         self.scratch = scratch
@@ -96,74 +100,76 @@ class _Forks:
         ssh = {"ansible_connection": "ssh", "ansible_host": address, "ansible_port": str(_PORT)}
         ssh |= {"ansible_ssh_private_key_file": str(key), "ansible_ssh_common_args": "-o UserKnownHostsFile=/dev/null"}
         self.inventories = {
-            way: self._inventory(way, hosts)
-            for way, hosts in (
+            name: self._write_inventory(name, hosts)
+            for name, hosts in (
                 ("ssh", {"fork-1": ssh}),
                 ("ours", {"fork-1": sandboxes["fork-1"]}),
                 ("fleet", sandboxes),
             )
         }
 
-    def _inventory(self, way: str, hosts: dict[str, dict[str, str]]) -> Path:
-        path = self.scratch / f"{way}.json"
+    def _write_inventory(self, name: str, hosts: dict[str, dict[str, str]]) -> Path:
+        path = self.scratch / f"{name}.json"
         variables = {"ansible_python_interpreter": "/usr/bin/python3", "ansible_user": _USER}
         path.write_text(json.dumps({"all": {"hosts": hosts, "vars": variables}}))
         return path
 
 
 class _Playbook:
-    """The play. Each run copies to a new place, so that there is always something to copy."""
+    """Runs the play. Each run copies to a new directory, so that there is always something to copy."""
 
     def __init__(self, forks: _Forks) -> None:
         self._forks = forks
-        self._times = 0
+        self._runs = 0
         self._tree = forks.scratch / "tree"
         for number in range(_FILES):
-            place = self._tree / f"part-{number % 2}"
-            place.mkdir(parents=True, exist_ok=True)
-            (place / f"file-{number}").write_bytes(os.urandom(_FILE_BYTES))
+            directory = self._tree / f"part-{number % 2}"
+            directory.mkdir(parents=True, exist_ok=True)
+            (directory / f"file-{number}").write_bytes(os.urandom(_FILE_BYTES))
         # The path of a control socket must be short.
-        self._controls = session.run_dir() / "ssh"
-        self._controls.mkdir()
-        environment = {"ANSIBLE_HOST_KEY_CHECKING": "False", "ANSIBLE_SSH_CONTROL_PATH_DIR": str(self._controls)}
+        self._control_sockets = session.run_dir() / "ssh"
+        self._control_sockets.mkdir()
+        environment = {"ANSIBLE_HOST_KEY_CHECKING": "False", "ANSIBLE_SSH_CONTROL_PATH_DIR": str(self._control_sockets)}
         self._plays = Plays(forks.scratch, {**environment, "ANSIBLE_PIPELINING": "True"})
 
-    def time_tasks(self, way: str) -> dict[str, float]:
-        """Run the play and return the milliseconds of each task.
+    def time_tasks(self, inventory: str) -> dict[str, float]:
+        """Run the play with an inventory and return the duration of each task in milliseconds.
 
-        Closes the connections, so that every play opens its own.
+        Then closes the connections, so that every play opens its own.
         """
-        self._times += 1
-        fetched = self._forks.scratch / "fetched"
+        self._runs += 1
+        fetch_directory = self._forks.scratch / "fetched"
         tasks = [
             {"name": "facts", "ansible.builtin.setup": {}},
-            {"name": "copy", "ansible.builtin.copy": {"src": f"{self._tree}/", "dest": f"{_HOME}/tree-{self._times}/"}},
+            {"name": "copy", "ansible.builtin.copy": {"src": f"{self._tree}/", "dest": f"{_HOME}/tree-{self._runs}/"}},
             {"name": "command", "ansible.builtin.command": {"cmd": "uname -a"}},
-            {"name": "fetch", "ansible.builtin.fetch": {"src": f"{_HOME}/fetched", "dest": f"{fetched}/"}},
+            {"name": "fetch", "ansible.builtin.fetch": {"src": f"{_HOME}/fetched", "dest": f"{fetch_directory}/"}},
         ]
         try:
-            timed = self._plays.run(self._forks.inventories[way], tasks, forks=1)
+            timed_tasks = self._plays.run(self._forks.inventories[inventory], tasks, forks=1)
         finally:
-            for control in self._controls.iterdir():
-                argv = ["ssh", "-o", f"ControlPath={control}", "-O", "exit", "fork-1"]
+            for path in self._control_sockets.iterdir():
+                argv = ["ssh", "-o", f"ControlPath={path}", "-O", "exit", "fork-1"]
                 subprocess.run(argv, capture_output=True, timeout=20, check=False)
-        sizes = {path.stat().st_size for path in fetched.rglob("fetched") if path.is_file()}
+        sizes = {path.stat().st_size for path in fetch_directory.rglob("fetched") if path.is_file()}
         if sizes != {_FETCHED_BYTES}:
-            raise RuntimeError(f"the fetched files have {sizes} bytes, not {_FETCHED_BYTES}")
-        shutil.rmtree(fetched)
-        return {one.name: one.ms for one in timed}
+            raise RuntimeError(f"the sizes of the fetched files are {sizes}, not {_FETCHED_BYTES} bytes")
+        shutil.rmtree(fetch_directory)
+        return {task.name: task.ms for task in timed_tasks}
 
 
 @contextlib.contextmanager
 def _forks(ctx: Context, count: int) -> Iterator[_Forks]:
-    """Run a gateway with its own pool and with forks of a snapshot.
+    """Run a gateway with a separate pool and ``count`` forks of a snapshot. The first fork runs sshd.
 
-    The first fork runs sshd. Removes everything at the end.
+    Removes everything at the end.
     """
     scratch = session.run_dir() / "connection"
     scratch.mkdir()
     packages = (*jail_world._PACKAGES, "openssh-server")
-    ctx.say("building a root file system with sshd (only the first time) and a jail template on a separate pool")
+    ctx.print_progress(
+        "building a root file system with sshd (only the first time) and a jail template on a separate pool"
+    )
     with (
         mock.patch.object(jail_world, "_PACKAGES", packages),
         jail_world.jail_zfs_world() as world,
@@ -181,8 +187,8 @@ def _prepare_forks(gateway: Gateway, scratch: Path, count: int) -> _Forks:
     snapshot = gateway.call("POST", f"/sandboxes/{source}/snapshots", {})["snapshotID"]
     gateway.call("DELETE", f"/sandboxes/{source}")
     names = [f"fork-{number}" for number in range(1, count + 1)]
-    made = gateway.call("POST", f"/snapshots/{snapshot}/fork", {"names": names})["sandboxes"]
-    ids = [each["sandboxID"] for each in made]
+    forks = gateway.call("POST", f"/snapshots/{snapshot}/fork", {"names": names})["sandboxes"]
+    ids = [fork["sandboxID"] for fork in forks]
     _shell(gateway, ids[0], _SSHD, user=_USER)
     address = gateway.call("GET", f"/sandboxes/{ids[0]}")["address"]
     options = (
@@ -195,21 +201,21 @@ def _prepare_forks(gateway: Gateway, scratch: Path, count: int) -> _Forks:
         "-p",
         str(_PORT),
     )
-    tried = subprocess.run(
+    login = subprocess.run(
         ["ssh", "-i", key, *options, f"{_USER}@{address}", "true"],
         capture_output=True,
         text=True,
         timeout=60,
         check=False,
     )
-    if tried.returncode != 0:
+    if login.returncode != 0:
         log = gateway.execute(ids[0], "tail", "-n", "20", f"{_HOME}/sshd.log")["stdout"]
-        raise RuntimeError(f"the fork cannot be reached over SSH: {tried.stderr[-2000:]}\n{log}")
+        raise RuntimeError(f"the fork cannot be reached over SSH: {login.stderr[-2000:]}\n{log}")
     return _Forks(scratch, str(gateway.socket), ids, address, key)
 
 
 def _shell(gateway: Gateway, sandbox: str, script: str, stdin: bytes = b"", **options: Any) -> None:
-    given = base64.b64encode(stdin).decode()
-    done = gateway.execute(sandbox, "/bin/sh", "-c", script, stdin=given, **options)
-    if done["exitCode"] != 0:
-        raise RuntimeError(f"a command in sandbox {sandbox} failed: {done['stderr'][-2000:]}")
+    encoded = base64.b64encode(stdin).decode()
+    result = gateway.execute(sandbox, "/bin/sh", "-c", script, stdin=encoded, **options)
+    if result["exitCode"] != 0:
+        raise RuntimeError(f"a command in sandbox {sandbox} failed: {result['stderr'][-2000:]}")

@@ -21,7 +21,7 @@ with open("/dev/shm/blob", "r+b" if os.path.exists("/dev/shm/blob") else "wb") a
 
 class Dirty:
     name = "dirty"
-    title = "pause of a capture over the memory that changed"
+    title = "pause of a capture, by the size of the changed memory"
 
     def run(self, ctx: Context) -> Result:
         rounds = {size: ctx.rounds(full=10 if size >= _SLOW_MB else 30, quick=3) for size in _SIZES_MB}
@@ -32,13 +32,13 @@ class Dirty:
             sandbox = _start_sandbox(host)
             try:
                 for size in _SIZES_MB:
-                    taken = []
-                    _capture_rewritten(host, sandbox, size)  # the first one also covers what the start has written
+                    snapshots = []
+                    _capture_rewritten(host, sandbox, size)  # the first capture includes what the boot has written
                     for _ in range(rounds[size]):
-                        taken.append(_capture_rewritten(host, sandbox, size))
-                        steps.done()
-                    modes[size] = sorted({snapshot.memory.value for snapshot in taken})
-                    _report(result, size, taken)
+                        snapshots.append(_capture_rewritten(host, sandbox, size))
+                        steps.advance()
+                    modes[size] = sorted({snapshot.memory.value for snapshot in snapshots})
+                    _report(result, size, snapshots)
             finally:
                 host.live.remove_all()
         result.settings["memory_mode"] = modes
@@ -53,10 +53,10 @@ def _start_sandbox(host: KvmXfs) -> Sandbox:
 
 
 def _capture_rewritten(host: KvmXfs, sandbox: Sandbox, size_mb: int) -> Snapshot:
-    """Change ``size_mb`` MiB of memory, and capture the sandbox; the snapshot is removed."""
+    """Change ``size_mb`` MiB of memory, capture the sandbox, and remove the snapshot."""
     _run(host, sandbox, ["python3", "-c", _REWRITE, str(size_mb)])
-    snapshot = host.snapshot(sandbox)
-    host.forget(snapshot)
+    snapshot = host.capture(sandbox)
+    host.delete_snapshot(snapshot)
     return snapshot
 
 
@@ -66,18 +66,18 @@ def _run(host: KvmXfs, sandbox: Sandbox, argv: list[str]) -> None:
         raise RuntimeError(f"{argv[0]} failed: {result.stderr.decode(errors='replace')}")
 
 
-def _report(result: Result, size: int, taken: list[Snapshot]) -> None:
-    first = size == _SIZES_MB[0]
+def _report(result: Result, size: int, snapshots: list[Snapshot]) -> None:
+    is_floor = size == _SIZES_MB[0]
     result.measure(
         f"pause_{size}",
         f"source pause (sum of its stops), {size} MiB changed",
-        samples=[snapshot.pause_ms for snapshot in taken],
-        floor="" if first else f"pause_{_SIZES_MB[0]}",
-        target=None if first else Target("ratio", 1.5),
+        samples=[snapshot.pause_ms for snapshot in snapshots],
+        floor="" if is_floor else f"pause_{_SIZES_MB[0]}",
+        target=None if is_floor else Target("ratio", 1.5),
     )
-    longest = [max(snapshot.host["stops_ms"]) for snapshot in taken]
+    longest = [max(snapshot.host["stops_ms"]) for snapshot in snapshots]
     result.measure(f"longest_{size}", f"longest single stop, {size} MiB changed", samples=longest)
-    stops = [len(snapshot.host["stops_ms"]) for snapshot in taken]
+    stops = [len(snapshot.host["stops_ms"]) for snapshot in snapshots]
     result.measure(f"stops_{size}", f"number of stops, {size} MiB changed", "count", samples=stops)
-    written = [snapshot.memory_bytes_written for snapshot in taken]
+    written = [snapshot.memory_bytes_written for snapshot in snapshots]
     result.measure(f"written_{size}", f"memory written, {size} MiB changed", "bytes", samples=written)

@@ -1,4 +1,4 @@
-"""Compare the same work over a gateway's socket and in this process's engine: the cost of HTTP and JSON."""
+"""Measure the cost of HTTP and JSON: compare requests over a gateway's socket with calls of an engine in-process."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from benchmarks.context import TEMPLATE, Context, KvmXfs
-from benchmarks.gateways import gateway_beside
+from benchmarks.gateways import companion_gateway
 from benchmarks.measure import Result
 from benchmarks.timers import milliseconds
 from sandbox_gateway.engine.spec import ForkSpec
@@ -26,39 +26,41 @@ _TITLES = {
 
 class Http:
     name = "http"
-    title = "the HTTP surface beside the engine in-process"
+    title = "requests over HTTP, compared with the engine in-process"
 
     def run(self, ctx: Context) -> Result:
         rounds = ctx.rounds(full=25, quick=3)
         result = Result(self.name, self.title, {"rounds": rounds})
         host = ctx.kvm_xfs
         samples: dict[str, list[float]] = defaultdict(list)
-        with host.source() as snapshot, gateway_beside(host) as gateway, ctx.steps("rounds", rounds) as steps:
-            ours, theirs = _InProcess(host, snapshot), _OverHttp(gateway)
+        with host.source() as snapshot, companion_gateway(host) as gateway, ctx.steps("rounds", rounds) as steps:
+            in_process, over_http = _InProcess(host, snapshot), _OverHttp(gateway)
             for _ in range(rounds):
-                for way, client in (("engine", ours), ("http", theirs)):
-                    for verb, work in client.verbs():
-                        _, taken = milliseconds(work)
-                        samples[f"{way}_{verb}"].append(taken)
+                for prefix, client in (("engine", in_process), ("http", over_http)):
+                    for operation, call in client.operations():
+                        _, elapsed = milliseconds(call)
+                        samples[f"{prefix}_{operation}"].append(elapsed)
                         time.sleep(_BETWEEN_SECONDS / 3)
                     client.clean_up()
                     time.sleep(_BETWEEN_SECONDS)
-                steps.done()
-        for verb, title in _TITLES.items():
-            result.measure(f"engine_{verb}", f"{title}, in-process", samples=samples[f"engine_{verb}"])
-            over = samples[f"http_{verb}"]
-            result.measure(f"http_{verb}", f"{title}, over HTTP", samples=over, floor=f"engine_{verb}")
+                steps.advance()
+        for operation, title in _TITLES.items():
+            floor, key = f"engine_{operation}", f"http_{operation}"
+            result.measure(floor, f"{title}, in-process", samples=samples[floor])
+            result.measure(key, f"{title}, over HTTP", samples=samples[key], floor=floor)
         return result
 
 
 class _InProcess:
+    """Performs the operations with the engine in this process."""
+
     def __init__(self, host: KvmXfs, snapshot: Snapshot) -> None:
         self._do, self._engine, self._snapshot = host.live.do, host.live.engine, snapshot
-        self._sandbox = host.sandbox(snapshot.id)
+        self._sandbox = host.create_sandbox(snapshot.id)
         self._fork: Any = None
-        self._taken: Snapshot | None = None
+        self._new_snapshot: Snapshot | None = None
 
-    def verbs(self) -> Iterator[tuple[str, Callable[[], Any]]]:
+    def operations(self) -> Iterator[tuple[str, Callable[[], Any]]]:
         yield "show", lambda: self._do(self._engine.sandboxes.has_diverged(self._sandbox.id))
         yield "exec", lambda: self._do(self._engine.commands.exec(self._sandbox.id, ["true"]))
         yield "snapshot", self._capture
@@ -66,20 +68,20 @@ class _InProcess:
 
     def clean_up(self) -> None:
         self._do(self._engine.sandboxes.delete(self._fork.id))
-        assert self._taken is not None
-        self._do(self._engine.snapshots.delete(self._taken.id))
+        assert self._new_snapshot is not None
+        self._do(self._engine.snapshots.delete(self._new_snapshot.id))
 
     def _capture(self) -> None:
-        self._taken = self._do(self._engine.snapshots.create(self._sandbox.id))
+        self._new_snapshot = self._do(self._engine.snapshots.create(self._sandbox.id))
 
     def _create(self) -> None:
         (self._fork,) = self._do(self._engine.forks.fork(self._snapshot.id, ForkSpec()))
 
 
 class _OverHttp:
-    """Does the work over HTTP, in another gateway.
+    """Performs the operations over HTTP, in a separate gateway.
 
-    Its sandbox and snapshot are made like those of ``KvmXfs.source``.
+    Creates its sandbox and snapshot like ``KvmXfs.source``.
     """
 
     def __init__(self, gateway: Gateway) -> None:
@@ -89,9 +91,9 @@ class _OverHttp:
         self._snapshot = self._call("POST", f"/sandboxes/{first}/snapshots", {})["snapshotID"]
         self._call("DELETE", f"/sandboxes/{first}")
         self._sandbox = self._call("POST", f"/snapshots/{self._snapshot}/fork")["sandboxID"]
-        self._fork = self._taken = ""
+        self._fork = self._new_snapshot = ""
 
-    def verbs(self) -> Iterator[tuple[str, Callable[[], Any]]]:
+    def operations(self) -> Iterator[tuple[str, Callable[[], Any]]]:
         yield "show", lambda: self._call("GET", f"/sandboxes/{self._sandbox}")
         yield "exec", lambda: self._call("POST", f"/sandboxes/{self._sandbox}/exec", {"args": ["true"]})
         yield "snapshot", self._capture
@@ -99,10 +101,10 @@ class _OverHttp:
 
     def clean_up(self) -> None:
         self._call("DELETE", f"/sandboxes/{self._fork}")
-        self._call("DELETE", f"/snapshots/{self._taken}")
+        self._call("DELETE", f"/snapshots/{self._new_snapshot}")
 
     def _capture(self) -> None:
-        self._taken = self._call("POST", f"/sandboxes/{self._sandbox}/snapshots", {})["snapshotID"]
+        self._new_snapshot = self._call("POST", f"/sandboxes/{self._sandbox}/snapshots", {})["snapshotID"]
 
     def _create(self) -> None:
         self._fork = self._call("POST", f"/snapshots/{self._snapshot}/fork")["sandboxID"]

@@ -1,4 +1,4 @@
-"""Measure the cost of an idle fork: private memory and unshared blocks."""
+"""Measure the cost of an idle fork: its private memory and unshared disk blocks."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import time
 
 from benchmarks.context import MEMORY_MB, Context, KvmXfs
 from benchmarks.measure import Result
-from benchmarks.raw_qemu import memory_of
+from benchmarks.raw_qemu import read_memory
 from sandbox_gateway.engine.spec import ForkSpec
 from sandbox_gateway.records import Sandbox
 
@@ -24,32 +24,32 @@ class Idle:
         with host.source() as snapshot, host.raw(snapshot) as raw, ctx.steps("steps", 3) as steps:
             machines = raw.machines(count)
             for machine in machines:
-                machine.idle()
+                machine.start_without_guest()
             time.sleep(1)
-            empty = [dict(memory_of(machine.pid))["Pss"] for machine in machines]
+            qemu_pss = [dict(read_memory(machine.pid))["Pss"] for machine in machines]
             raw.machines(count)
-            steps.done()
+            steps.advance()
             before = _used_bytes(host)
             forks = host.live.do(host.live.engine.forks.fork(snapshot.id, ForkSpec(count=count)))
             time.sleep(seconds)
-            steps.done()
+            steps.advance()
             running = [fork for fork in forks if isinstance(fork, Sandbox)]
             costs = [host.live.do(host.live.engine.sandboxes.usage(fork.id)) for fork in running]
-            private = [dict(memory_of(fork.host["pid"]))["Private_Dirty"] for fork in running]
-            grown = (_used_bytes(host) - before) / count
-            steps.done()
-        result.measure("floor", "floor: memory (PSS) of a QEMU that holds no guest", "bytes", samples=empty)
+            private = [dict(read_memory(fork.host["pid"]))["Private_Dirty"] for fork in running]
+            growth = (_used_bytes(host) - before) / count
+            steps.advance()
+        result.measure("floor", "floor: memory (PSS) of QEMU without a guest", "bytes", samples=qemu_pss)
         pss = [cost.memory_bytes for cost in costs]
         result.measure("pss", "memory (PSS) of an idle fork", "bytes", samples=pss, floor="floor")
-        result.measure("private", "its own memory (private, dirty)", "bytes", samples=private)
+        result.measure("private", "its private dirty memory", "bytes", samples=private)
         disk = [cost.disk_bytes for cost in costs]
-        result.measure("disk", "its own disk blocks (not shared)", "bytes", samples=disk)
-        result.measure("grown", "growth of the file system per fork, records included", "bytes", samples=[grown])
+        result.measure("disk", "its unshared disk blocks", "bytes", samples=disk)
+        result.measure("grown", "growth of the file system per fork, records included", "bytes", samples=[growth])
         return result
 
 
 def _used_bytes(host: KvmXfs) -> int:
-    """Return the bytes in use on the state's file system, once all data is on the disk."""
+    """Sync the file system of the state root and return how many bytes it uses."""
     os.sync()
-    found = os.statvfs(host.mount_point)
-    return (found.f_blocks - found.f_bfree) * found.f_frsize
+    status = os.statvfs(host.mount_point)
+    return (status.f_blocks - status.f_bfree) * status.f_frsize

@@ -9,13 +9,15 @@ from pathlib import Path
 import httpx
 
 from benchmarks.context import TEMPLATE, Context
-from benchmarks.gateways import gateway_beside
+from benchmarks.gateways import companion_gateway
 from benchmarks.measure import Result
 from benchmarks.mixed_use import MixedUse
 from tests.support.gateway import PROGRAM
 
 _CLIENTS = 2
-_AS_IT_WAS = "from sandbox_gateway.server import daemon, heap; heap.return_freed_memory = lambda: None; daemon.main()"
+_DEFAULT_ALLOCATOR = (
+    "from sandbox_gateway.server import daemon, heap; heap.return_freed_memory = lambda: None; daemon.main()"
+)
 _NOTE = (
     "in a round each client creates a sandbox, runs commands, uploads and downloads a file, takes a "
     "snapshot, makes two forks, rolls back, lists, and removes everything. The floor is the same gateway "
@@ -30,23 +32,23 @@ class Memory:
     def run(self, ctx: Context) -> Result:
         rounds = ctx.rounds(full=60, quick=3)
         result = Result(self.name, self.title, {"rounds": rounds, "clients": _CLIENTS}, notes=[_NOTE])
-        before = _samples(ctx, rounds, (sys.executable, "-c", _AS_IT_WAS))
-        now = _samples(ctx, rounds, PROGRAM)
+        before = _measure(ctx, rounds, (sys.executable, "-c", _DEFAULT_ALLOCATOR))
+        now = _measure(ctx, rounds, PROGRAM)
         result.measure("before", "after each round, with the C library's default settings", "bytes", samples=before)
         result.measure("now", "after each round", "bytes", samples=now, floor="before")
         return result
 
 
-def _samples(ctx: Context, rounds: int, program: Sequence[str]) -> list[float]:
-    """Return the resident bytes after each round."""
+def _measure(ctx: Context, rounds: int, program: Sequence[str]) -> list[float]:
+    """Run the gateway ``program``. Return its resident bytes after each round."""
     samples: list[float] = []
-    with gateway_beside(ctx.kvm_xfs, program) as gateway, ctx.steps("rounds", rounds) as steps:
+    with companion_gateway(ctx.kvm_xfs, program) as gateway, ctx.steps("rounds", rounds) as steps:
         assert gateway.process
-        use = MixedUse(lambda: _client(gateway.socket), TEMPLATE, clients=_CLIENTS)
+        mixed_use = MixedUse(lambda: _client(gateway.socket), TEMPLATE, clients=_CLIENTS)
         for _ in range(rounds):
-            use.rounds(_CLIENTS)
-            samples.append(_resident(gateway.process.pid))
-            steps.done()
+            mixed_use.run_rounds(_CLIENTS)
+            samples.append(_resident_bytes(gateway.process.pid))
+            steps.advance()
     return samples
 
 
@@ -54,6 +56,6 @@ def _client(path: Path) -> httpx.Client:
     return httpx.Client(transport=httpx.HTTPTransport(uds=str(path)), base_url="http://gateway", timeout=600)
 
 
-def _resident(pid: int) -> int:
+def _resident_bytes(pid: int) -> int:
     pages = int(Path(f"/proc/{pid}/statm").read_text().split()[1])
     return pages * 4096

@@ -1,4 +1,4 @@
-"""Measure rollback in place: its duration, and how long the sandbox does not answer under its name."""
+"""Measure the duration of a rollback, and how long the sandbox does not answer."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ class Rollback:
         floor: list[float] = []
         windows: list[tuple[float, float]] = []
         with host.source() as snapshot, host.raw(snapshot) as raw:
-            sandbox = host.sandbox(snapshot.id)
+            sandbox = host.create_sandbox(snapshot.id)
             with Ping(str(sandbox.host["address"])) as ping, ctx.steps("rollbacks", rounds) as steps:
-                host.live.call(host.live.engine.background.start, _follow(host, ping, rounds))
+                host.live.call(host.live.engine.background.start, _follow_address(host, ping, rounds))
                 for _ in range(rounds):
                     (machine,) = raw.machines(1)
                     floor.append(machine.start().running)
@@ -33,20 +33,20 @@ class Rollback:
                     start = time.monotonic()
                     host.live.do(host.live.engine.sandboxes.rollback(sandbox.id, snapshot.id))
                     windows.append((start, time.monotonic()))
-                    steps.done()
+                    steps.advance()
                 time.sleep(_BETWEEN_SECONDS)
-        waits = [ping.longest_wait(start, end + _BETWEEN_SECONDS / 2) for start, end in windows]
+        outages = [ping.longest_wait(start, end + _BETWEEN_SECONDS / 2) for start, end in windows]
         quiet = [ping.longest_wait(start - _BETWEEN_SECONDS / 2, start) for start, _ in windows]
         result.measure("floor", "floor: QEMU exec, QMP answer, device state; no gateway", samples=floor)
-        taken = [(end - start) * 1000 for start, end in windows]
-        result.measure("rollback", "rollback, until the old machine is gone", samples=taken, floor="floor")
+        durations = [(end - start) * 1000 for start, end in windows]
+        result.measure("rollback", "rollback, until the old machine is removed", samples=durations, floor="floor")
         result.measure("quiet", "longest wait for a ping answer, without a rollback", samples=quiet)
-        result.measure("outage", "longest wait for a ping answer during a rollback", samples=waits, floor="quiet")
+        result.measure("outage", "longest wait for a ping answer during a rollback", samples=outages, floor="quiet")
         return result
 
 
-async def _follow(host: KvmXfs, ping: Ping, changes: int) -> None:
-    """Ping the sandbox's new address when it changes, like a client that asks the gateway for it."""
+async def _follow_address(host: KvmXfs, ping: Ping, changes: int) -> None:
+    """Ping the sandbox's new address whenever it changes, like a client that queries the gateway for the address."""
     with host.live.engine.events.subscribed() as events:
         while changes:
             event = await events.get()

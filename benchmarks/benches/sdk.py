@@ -1,4 +1,4 @@
-"""Measure the latency of a published client: through the gateway, and directly to the machine's agent."""
+"""Measure the published e2b client: through the gateway, and connected directly to the agent."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from e2b.connection_config import ConnectionConfig
 from packaging.version import Version
 
 from benchmarks.context import TEMPLATE, Context, KvmXfs
-from benchmarks.gateways import gateway_beside
+from benchmarks.gateways import companion_gateway
 from benchmarks.measure import Result
 from benchmarks.timers import milliseconds
 from sandbox_gateway.api.native.shapes import ENVD_VERSION
@@ -25,7 +25,7 @@ from sandbox_gateway.records import Snapshot
 from tests.support import session
 from tests.support.gateway import Gateway
 
-_AGENT, _INTERPRETER = 49983, 49999
+_AGENT_PORT, _INTERPRETER_PORT = 49983, 49999
 _BYTES = 50_000_000
 _KEY = "bench-key-0123456789abcdef"
 _CODE = "1 + 1"
@@ -42,51 +42,54 @@ Sandbox = e2b_code_interpreter.Sandbox
 
 class Sdk:
     name = "sdk"
-    title = "the e2b client: through the gateway, and directly to the agent"
+    title = "the e2b client, through the gateway and directly to the agent"
 
     def run(self, ctx: Context) -> Result:
         rounds = ctx.rounds(full=15, quick=2)
         result = Result(self.name, self.title, {"rounds": rounds, "clients": "e2b-code-interpreter"})
         host = ctx.kvm_xfs
         samples: dict[str, list[float]] = defaultdict(list)
-        with host.source() as snapshot, _served(host) as (gateway, url), ctx.steps("rounds", rounds) as steps:
-            theirs = _warm(gateway)
-            with _sandbox(gateway, url, theirs) as (through, straight, where):
+        with host.source() as snapshot, _gateway(host) as (gateway, url), ctx.steps("rounds", rounds) as steps:
+            gateway_snapshot = _create_snapshot(gateway)
+            with _sandbox(gateway, url, gateway_snapshot) as (gateway_sandbox, direct_sandbox, endpoints):
                 for _ in range(rounds):
-                    samples["first_floor"].append(_first_straight(host, snapshot))
-                    samples["first"].append(_first(theirs))
-                    for way, sandbox in (("straight", straight), ("through", through)):
-                        for key, taken in _verbs(sandbox).items():
-                            samples[f"{way}_{key}"].append(taken)
-                        samples[f"{way}_raw"].append(_raw(*where[way]))
+                    samples["first_floor"].append(_time_first_result_in_process(host, snapshot))
+                    samples["first"].append(_time_first_result(gateway_snapshot))
+                    for route, sandbox in (("straight", direct_sandbox), ("through", gateway_sandbox)):
+                        for key, elapsed in _time_operations(sandbox).items():
+                            samples[f"{route}_{key}"].append(elapsed)
+                        samples[f"{route}_raw"].append(_time_raw_download(*endpoints[route]))
                     time.sleep(_BETWEEN_SECONDS)
-                    steps.done()
+                    steps.advance()
         title = f"Sandbox.create and run_code({_CODE!r})"
         result.measure(
-            "first_floor", "a fork by the engine in-process and the first /execute", samples=samples["first_floor"]
+            "first_floor",
+            "floor: a fork by the engine in-process, and the first /execute",
+            samples=samples["first_floor"],
         )
         result.measure("first", title, samples=samples["first"], floor="first_floor")
-        for key, what in _TITLES.items():
-            result.measure(f"straight_{key}", f"{what}: straight", samples=samples[f"straight_{key}"])
-            over = samples[f"through_{key}"]
-            result.measure(f"through_{key}", f"{what}: through the gateway", samples=over, floor=f"straight_{key}")
+        for key, title in _TITLES.items():
+            floor, through_key = f"straight_{key}", f"through_{key}"
+            result.measure(floor, f"{title}: directly to the agent", samples=samples[floor])
+            result.measure(through_key, f"{title}: through the gateway", samples=samples[through_key], floor=floor)
         return result
 
 
 @contextmanager
-def _served(host: KvmXfs) -> Iterator[tuple[Gateway, str]]:
-    keys = session.run_dir() / "bench-keys"
-    keys.write_text(f"bench admin {_KEY}\n")
-    keys.chmod(0o600)
+def _gateway(host: KvmXfs) -> Iterator[tuple[Gateway, str]]:
+    """Run a gateway with a key for the client. Yields it with its URL."""
+    key_file = session.run_dir() / "bench-keys"
+    key_file.write_text(f"bench admin {_KEY}\n")
+    key_file.chmod(0o600)
     address = f"127.0.0.1:{session.free_port()}"
-    with gateway_beside(host, server={"listen": address, "key_file": str(keys)}) as gateway:
+    with companion_gateway(host, server={"listen": address, "key_file": str(key_file)}) as gateway:
         url = f"http://{address}"
-        names = {"E2B_API_URL": url, "E2B_SANDBOX_URL": url, "E2B_API_KEY": _KEY}
-        with mock.patch.dict(os.environ, names):
+        variables = {"E2B_API_URL": url, "E2B_SANDBOX_URL": url, "E2B_API_KEY": _KEY}
+        with mock.patch.dict(os.environ, variables):
             yield gateway, url
 
 
-def _warm(gateway: Gateway) -> str:
+def _create_snapshot(gateway: Gateway) -> str:
     """Create a snapshot like that of ``KvmXfs.source`` and return its id."""
     first = gateway.call("POST", "/sandboxes", {"templateID": TEMPLATE})["sandboxID"]
     time.sleep(3)
@@ -97,80 +100,91 @@ def _warm(gateway: Gateway) -> str:
 
 @contextmanager
 def _sandbox(gateway: Gateway, url: str, snapshot: str) -> Iterator[tuple[Sandbox, Sandbox, dict[str, Any]]]:
-    """Yield the same sandbox over both routes, and the address of its agent and the headers to send for each route."""
-    through = Sandbox.create(snapshot)
+    """Yield one sandbox over both routes (through the gateway, directly), and the URL and headers of each route."""
+    gateway_sandbox = Sandbox.create(snapshot)
     try:
-        address = gateway.call("GET", f"/sandboxes/{through.sandbox_id}")["address"]
-        token = {"X-Access-Token": str(through._envd_access_token)}
-        straight = Sandbox(
-            sandbox_id=through.sandbox_id,
-            sandbox_domain=through.sandbox_domain,
+        address = gateway.call("GET", f"/sandboxes/{gateway_sandbox.sandbox_id}")["address"]
+        token_headers = {"X-Access-Token": str(gateway_sandbox._envd_access_token)}
+        direct_sandbox = Sandbox(
+            sandbox_id=gateway_sandbox.sandbox_id,
+            sandbox_domain=gateway_sandbox.sandbox_domain,
             envd_version=Version(ENVD_VERSION),
-            envd_access_token=through._envd_access_token,
+            envd_access_token=gateway_sandbox._envd_access_token,
             connection_config=ConnectionConfig(
-                sandbox_url=f"http://{address}:{_AGENT}", api_key=_KEY, extra_sandbox_headers=token
+                sandbox_url=f"http://{address}:{_AGENT_PORT}", api_key=_KEY, extra_sandbox_headers=token_headers
             ),
         )
-        by_header = {"E2b-Sandbox-Id": through.sandbox_id, "E2b-Sandbox-Port": str(_AGENT), **token}
-        where = {"straight": (f"http://{address}:{_AGENT}", token), "through": (url, by_header)}
-        yield through, straight, where
+        gateway_headers = {
+            "E2b-Sandbox-Id": gateway_sandbox.sandbox_id,
+            "E2b-Sandbox-Port": str(_AGENT_PORT),
+            **token_headers,
+        }
+        endpoints = {
+            "straight": (f"http://{address}:{_AGENT_PORT}", token_headers),
+            "through": (url, gateway_headers),
+        }
+        yield gateway_sandbox, direct_sandbox, endpoints
     finally:
-        through.kill()
+        gateway_sandbox.kill()
 
 
-def _first(snapshot: str) -> float:
-    def work() -> Sandbox:
+def _time_first_result(snapshot: str) -> float:
+    """Create a sandbox and run code in it. Return the milliseconds until the first result."""
+
+    def create_and_run() -> Sandbox:
         sandbox = Sandbox.create(snapshot)
         _check_equal(sandbox.run_code(_CODE).text, "2")
         return sandbox
 
-    sandbox, taken = milliseconds(work)
+    sandbox, elapsed = milliseconds(create_and_run)
     sandbox.kill()
-    return taken
+    return elapsed
 
 
-def _first_straight(host: KvmXfs, snapshot: Snapshot) -> float:
+def _time_first_result_in_process(host: KvmXfs, snapshot: Snapshot) -> float:
+    """Do the same with the engine in this process and the agent of the fork."""
     engine = host.live.engine
 
-    def work() -> Any:
+    def create_and_run() -> Any:
         (fork,) = host.live.do(engine.forks.fork(snapshot.id, ForkSpec()))
         address, token = engine.agents.endpoint(fork.id)
-        answer = httpx.post(
-            f"http://{address}:{_INTERPRETER}/execute",
+        response = httpx.post(
+            f"http://{address}:{_INTERPRETER_PORT}/execute",
             json={"code": _CODE},
             headers={"X-Access-Token": token},
             timeout=60,
         )
-        _check_equal('"text": "2"' in answer.text or '"text":"2"' in answer.text, True)
+        _check_equal('"text": "2"' in response.text or '"text":"2"' in response.text, True)
         return fork
 
-    fork, taken = milliseconds(work)
-    host.kill(fork)
-    return taken
+    fork, elapsed = milliseconds(create_and_run)
+    host.delete_sandboxes(fork)
+    return elapsed
 
 
-def _verbs(sandbox: Sandbox) -> dict[str, float]:
+def _time_operations(sandbox: Sandbox) -> dict[str, float]:
+    """Return the milliseconds of a command, an upload and a download."""
     data = b"\0" * _BYTES
-    done, command = milliseconds(lambda: sandbox.commands.run("true"))
-    _check_equal(done.exit_code, 0)
-    _, up = milliseconds(lambda: sandbox.files.write("/dev/shm/big", data))
-    read, down = milliseconds(lambda: sandbox.files.read("/dev/shm/big", format="bytes"))
-    _check_equal(len(read), _BYTES)
-    return {"command": command, "up": up, "down": down}
+    result, command = milliseconds(lambda: sandbox.commands.run("true"))
+    _check_equal(result.exit_code, 0)
+    _, upload = milliseconds(lambda: sandbox.files.write("/dev/shm/big", data))
+    downloaded_data, download = milliseconds(lambda: sandbox.files.read("/dev/shm/big", format="bytes"))
+    _check_equal(len(downloaded_data), _BYTES)
+    return {"command": command, "up": upload, "down": download}
 
 
-def _raw(url: str, headers: dict[str, str]) -> float:
-    def work() -> int:
+def _time_raw_download(url: str, headers: dict[str, str]) -> float:
+    def download() -> int:
         with httpx.stream(
             "GET", f"{url}/files", params={"path": "/dev/shm/big"}, headers=headers, timeout=60
-        ) as answer:
-            return sum(map(len, answer.iter_raw()))
+        ) as response:
+            return sum(map(len, response.iter_raw()))
 
-    size, taken = milliseconds(work)
+    size, elapsed = milliseconds(download)
     _check_equal(size, _BYTES)
-    return taken
+    return elapsed
 
 
-def _check_equal(found: object, wanted: object) -> None:
-    if found != wanted:
-        raise RuntimeError(f"received {found!r} instead of {wanted!r}")
+def _check_equal(actual: object, expected: object) -> None:
+    if actual != expected:
+        raise RuntimeError(f"received {actual!r} instead of {expected!r}")

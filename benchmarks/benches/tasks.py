@@ -1,4 +1,4 @@
-"""Measure a task without changes on a hundred forks, by the action plugin and by the module, next to plain Ansible."""
+"""Measure a task that changes nothing on a hundred forks, with the action plugin and with the module."""
 
 from __future__ import annotations
 
@@ -19,38 +19,38 @@ from tests.support import session
 
 _FORKS = 100
 _ROUNDS = 5
-"""Runs of the play. The first run, in which Ansible loads its plugins, does not count."""
-_DOUBLED = (
-    "the gateway and its HTTP are real, the forks are machines in memory (tests/api/memory_host.py): the "
-    "measured requests need no machine"
+"""Measured repetitions of the tasks in a play, after a first one in which Ansible loads its plugins."""
+_MEMORY_NOTE = (
+    "the gateway and its HTTP server are real. The forks are only simulated (tests/api/memory_host.py), because "
+    "the measured requests do not need machines"
 )
 _TASK: dict[str, Any] = {"snapshot": "golden", "count": _FORKS, "name_prefix": "ci", "exact": True}
 
 
 class Tasks:
     name = "tasks"
-    title = "a task that finds nothing to do on a hundred forks"
+    title = "a task that changes nothing on a hundred forks"
 
     def run(self, ctx: Context) -> Result:
         plays = ctx.rounds(full=6, quick=1)
         settings = {"forks": _FORKS, "plays": plays, "rounds": plays * _ROUNDS, "machines": "tests/api/memory_host.py"}
-        result = Result(self.name, self.title, settings, notes=[_DOUBLED])
+        result = Result(self.name, self.title, settings, notes=[_MEMORY_NOTE])
         samples: dict[str, list[float]] = defaultdict(list)
         with _gateway() as gateway, ctx.steps("plays", plays) as steps:
             for _ in range(plays):
-                for key, taken in _play(gateway).items():
-                    samples[key] += taken
-                steps.done()
+                for key, durations in _run_play(gateway).items():
+                    samples[key] += durations
+                steps.advance()
         samples["floor"] = [sum(pair) for pair in zip(samples["debug"], samples["call"], strict=True)]
         result.measure("floor", "floor: a debug task plus one HTTP call", samples=samples["floor"])
         result.measure("debug", "ansible.builtin.debug", samples=samples["debug"], part_of="floor")
         result.measure("call", "listing the forks without Ansible", samples=samples["call"],
                        part_of="floor")  # fmt: skip
-        title = "sandbox_fork by the action plugin"
+        title = "sandbox_fork with the action plugin"
         result.measure("action", title, samples=samples["action"], floor="floor", target=Target("ratio", 1.3))
         title = "an action that returns the same result without a request"
         result.measure("same", title, samples=samples["same"], floor="debug")
-        title = "sandbox_fork by the module"
+        title = "sandbox_fork with the module"
         result.measure("module", title, samples=samples["module"], floor="floor")
         return result
 
@@ -60,7 +60,7 @@ def _gateway() -> Iterator[MemoryGateway]:
     """Run a gateway with a snapshot and a hundred forks of it."""
     root = session.run_dir() / "tasks"
     root.mkdir()
-    gateway, before = MemoryGateway(root, log={"level": "warning"}), _more_files()
+    gateway, old_limits = MemoryGateway(root, log={"level": "warning"}), _raise_open_files_limit()
     try:
         gateway.build_template()
         with gateway.client() as client:
@@ -74,21 +74,21 @@ def _gateway() -> Iterator[MemoryGateway]:
         gateway.clear()
     finally:
         gateway.end()
-        resource.setrlimit(resource.RLIMIT_NOFILE, before)
+        resource.setrlimit(resource.RLIMIT_NOFILE, old_limits)
 
 
-def _more_files() -> tuple[int, int]:
-    """Raise the limit of open files, because every machine in memory has sockets in this process.
+def _raise_open_files_limit() -> tuple[int, int]:
+    """Raise the limit of open files, because every simulated machine has sockets in this process.
 
     Returns the old limits.
     """
-    before = resource.getrlimit(resource.RLIMIT_NOFILE)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (before[1], before[1]))
-    return before
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+    return soft, hard
 
 
-def _play(gateway: MemoryGateway) -> dict[str, list[float]]:
-    """Run the play once. Returns the milliseconds of each kind of task."""
+def _run_play(gateway: MemoryGateway) -> dict[str, list[float]]:
+    """Run the play once. Return the durations of each kind of task in milliseconds."""
     scratch = session.run_dir() / "tasks"
     same = scratch / "same.json"
     plays = Plays(scratch, {"ANSIBLE_TRANSPORT": "local", "SAME_FILE": str(same)})
@@ -96,26 +96,27 @@ def _play(gateway: MemoryGateway) -> dict[str, list[float]]:
     python = {"ansible_python_interpreter": sys.executable}
     if not same.exists():
         same.write_text("{}")
-        kept = {"ansible.builtin.copy": {"content": "{{ found }}", "dest": str(same)}}
-        plays.run("here,", [{"name": "ask", **fork, "register": "found"}, {"name": "keep", **kept}], vars=python)
+        store = {"ansible.builtin.copy": {"content": "{{ result }}", "dest": str(same)}}
+        plays.run("here,", [{"name": "list", **fork, "register": "result"}, {"name": "store", **store}], vars=python)
     tasks = [
         {"name": "debug", "ansible.builtin.debug": {"msg": "nothing"}},
         {"name": "action", **fork},
         {"name": "same", "same": {}},
         {"name": "module", **fork, "environment": {"ANY": "thing"}},
     ] * (_ROUNDS + 1)
-    timed = plays.run("here,", tasks, changes=False, vars=python)
-    found: dict[str, list[float]] = defaultdict(list)
-    for one in timed[len(tasks) // (_ROUNDS + 1) :]:
-        found[one.name].append(one.ms)
-    found["call"] = _calls(gateway)
-    return found
+    timed_tasks = plays.run("here,", tasks, changes=False, vars=python)
+    durations: dict[str, list[float]] = defaultdict(list)
+    for task in timed_tasks[len(tasks) // (_ROUNDS + 1) :]:
+        durations[task.name].append(task.ms)
+    durations["call"] = _time_calls(gateway)
+    return durations
 
 
-def _calls(gateway: MemoryGateway) -> list[float]:
+def _time_calls(gateway: MemoryGateway) -> list[float]:
+    """List the forks over HTTP without Ansible. Return the durations in milliseconds."""
     argv = [sys.executable, "-m", "benchmarks.call", str(gateway.socket), "/sandboxes?snapshotID=golden&limit=1000"]
-    done = subprocess.run(
+    result = subprocess.run(
         [*argv, str(_ROUNDS)], cwd=session.REPOSITORY, capture_output=True, text=True, timeout=60, check=True
     )
-    taken: list[float] = json.loads(done.stdout)
-    return taken
+    durations: list[float] = json.loads(result.stdout)
+    return durations

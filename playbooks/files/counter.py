@@ -1,11 +1,11 @@
-"""Run a counter that exists only in memory.
+"""Start a counter that exists only in memory, unless it is already running, and print its status.
 
-The program starts the counter if it is not running. The counter answers each connection to its port with JSON:
+The counter sends its status to each connection to its port, as JSON:
     value     the count, which grows by two per second
     mark      a random value, chosen at the start: equal marks belong to copies of one process
     history   a stamp for each of its first counts, computed from clock jitter: two copies have the same stamps up to
               the count at which they were forked, and different ones afterwards
-    files     names of the notes beside it
+    files     names of the notes on the disk
     shared    names of the notes in the volume
 """
 
@@ -20,56 +20,58 @@ ADDRESS = ("127.0.0.1", 7777)
 PID_FILE = Path("/run/counter.pid")
 NOTES = Path("/root/notes")
 SHARED = Path("/srv/shared")
-TICK = 0.5
-REMEMBERED = 240
+TICK_SECONDS = 0.5
+MAX_HISTORY = 240
 
 
 def main():
     try:
-        print(ask())
+        print(read_status())
     except ConnectionRefusedError:
         start()
-        print(ask())
+        print(read_status())
 
 
-def ask():
+def read_status():
     with socket.create_connection(ADDRESS, timeout=10) as channel:
         return channel.makefile().read()
 
 
 def start():
-    """Start the counter in the background. When this function returns, the counter accepts connections."""
+    """Start the counter in the background. It accepts connections when this function returns."""
     listener = socket.create_server(ADDRESS)
     if os.fork():
         return
     os.setsid()
     PID_FILE.write_text(str(os.getpid()))
-    nothing = os.open(os.devnull, os.O_RDWR)
+    null_device = os.open(os.devnull, os.O_RDWR)
     for stream in range(3):
-        os.dup2(nothing, stream)
+        os.dup2(null_device, stream)
     count(listener)
 
 
 def count(listener):
     value, mark, history = 0, os.urandom(4).hex(), []
-    due = time.monotonic()
+    next_tick = time.monotonic()
     while True:
-        due += TICK
-        while (left := due - time.monotonic()) > 0:
-            listener.settimeout(left)
+        next_tick += TICK_SECONDS
+        while (remaining := next_tick - time.monotonic()) > 0:
+            listener.settimeout(remaining)
             try:
                 with listener.accept()[0] as channel:
-                    answer = {"value": value, "mark": mark, "history": history}
-                    channel.sendall(json.dumps(answer | {"files": names(NOTES), "shared": names(SHARED)}).encode())
+                    status = {"value": value, "mark": mark, "history": history}
+                    channel.sendall(
+                        json.dumps(status | {"files": list_names(NOTES), "shared": list_names(SHARED)}).encode()
+                    )
             except OSError:
                 continue
         value += 1
-        if value <= REMEMBERED:
+        if value <= MAX_HISTORY:
             history.append(stamp())
 
 
-def names(place):
-    return sorted(path.name for path in place.glob("*"))
+def list_names(directory):
+    return sorted(path.name for path in directory.glob("*"))
 
 
 def stamp():

@@ -10,4 +10,4 @@ from ansible_collections.grove.sandbox.plugins.plugin_utils._action import Gatew
 
 
 class ActionModule(GatewayAction):
-    thing = _fork
+    resource_kind = _fork

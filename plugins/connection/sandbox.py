@@ -64,7 +64,7 @@ options:
       - name: ansible_sandbox_gateway_token_file
   default_token:
     description:
-      - The key for gateways that have no other key.
+      - The key for gateways for which no other key is set.
     type: str
     env:
       - name: SANDBOX_GATEWAY_TOKEN
@@ -117,7 +117,7 @@ options:
   remote_user:
     description:
       - The user inside the sandbox who runs commands and owns files. Any user of the sandbox works, without a password.
-      - If it is the same as the become user, Ansible needs neither sudo nor su.
+      - If this is the become user, Ansible needs neither sudo nor su.
     type: str
     default: root
     env:
@@ -133,7 +133,7 @@ options:
       - name: remote_user
   pipelining:
     description:
-      - Whether to pipe modules into the standard input of their interpreter instead of copying them to a file first.
+      - Whether to send modules to the standard input of their interpreter instead of copying them to a file first.
     type: bool
     default: true
     env:
@@ -168,20 +168,20 @@ from ansible_collections.grove.sandbox.plugins.plugin_utils._stream import INSID
 
 display = Display()
 
-FREE = ("ansible_pipelining", "ansible_sandbox_gateway_timeout", "ansible_user", "inventory_hostname")
-"""Variables of this plugin that any source may set, because they do not affect where a key is sent."""
-OF_LISTED = ("ansible_host", "ansible_sandbox_gateway_token", "ansible_sandbox_max_output_mb")
-"""The other variables that facts must not override for a sandbox listed by the inventory plugin."""
-PLACE = ("ansible_host", "ansible_sandbox_gateway_url")
+UNGUARDED_VARIABLES = ("ansible_pipelining", "ansible_sandbox_gateway_timeout", "ansible_user", "inventory_hostname")
+"""Variables of this plugin that any source may set, because they do not affect where the key is sent."""
+GUARDED_FOR_LISTED_HOSTS = ("ansible_host", "ansible_sandbox_gateway_token", "ansible_sandbox_max_output_mb")
+"""The variables that facts must not override for a sandbox that the inventory plugin listed."""
+ADDRESS_VARIABLES = ("ansible_host", "ansible_sandbox_gateway_url")
 """Variables that identify a sandbox and its gateway."""
-_MOST_BEFORE_SUCCESS = 1 << 20
-"""Limit in bytes for output before privilege escalation succeeds, because each search covers all output so far."""
+_MAX_ESCALATION_OUTPUT_BYTES = 1 << 20
+"""Limit for the output before privilege escalation succeeds, because each check searches all output so far."""
 
 
 class Unreachable(AnsibleConnectionFailure):
     """The host is unreachable.
 
-    The message may quote the sandbox, so it is marked unsafe: Ansible must not evaluate it.
+    The message is marked as unsafe, because it may quote the sandbox and Ansible must not evaluate it.
     """
 
     def __str__(self) -> str:
@@ -198,15 +198,17 @@ class Connection(ConnectionBase):
         super().__init__(*args, **kwargs)
         self._channel: Channel | None = None
         self._settings: dict[str, Any] | None = None
-        self._given: dict[str, Any] = {}
+        self._initial_variables: dict[str, Any] = {}
         self._variables: dict[str, Any] = {}
         self._delegate = ""
 
     def set_options(self, task_keys: Any = None, var_options: Any = None, direct: Any = None) -> None:
-        """Set the options without the variables that decide where a key is sent, which ``_operator_settings`` reads."""
-        self._given = dict(var_options or {})
-        free = {name: value for name, value in self._given.items() if name not in self._guarded_names()}
-        super().set_options(task_keys=task_keys, var_options=free, direct=direct)
+        """Set the options, except those that decide where the key is sent, which ``_operator_settings`` computes."""
+        self._initial_variables = dict(var_options or {})
+        unguarded = {
+            name: value for name, value in self._initial_variables.items() if name not in self._guarded_names()
+        }
+        super().set_options(task_keys=task_keys, var_options=unguarded, direct=direct)
         self._delegate = (task_keys or {}).get("delegate_to") or ""
 
     def update_vars(self, variables: dict[str, Any]) -> None:
@@ -216,7 +218,7 @@ class Connection(ConnectionBase):
         super().update_vars(variables)
 
     def _connect(self) -> Connection:
-        """Create the channel, which connects with the first request."""
+        """Create the channel, which connects at the first request."""
         if self._channel is None:
             try:
                 self._channel = self._new_channel()
@@ -247,56 +249,68 @@ class Connection(ConnectionBase):
         )
 
     def _guarded_names(self) -> list[str]:
-        return [name for name in C.config.get_plugin_vars("connection", self._load_name) if name not in FREE]
+        return [
+            name for name in C.config.get_plugin_vars("connection", self._load_name) if name not in UNGUARDED_VARIABLES
+        ]
 
     def _operator_settings(self) -> dict[str, Any]:
         """Return this plugin's options as the operator set them, independent of task results. Raises Failure."""
         if self._settings is None:
-            self._settings = self._options_of(self._operator_values())
+            self._settings = self._compute_options(self._operator_values())
         return self._settings
 
-    def _options_of(self, values: dict[str, Any]) -> dict[str, Any]:
+    def _compute_options(self, values: dict[str, Any]) -> dict[str, Any]:
         """Return this plugin's options, computed with ``values`` as its variables."""
         options: dict[str, Any] = C.config.get_plugin_options("connection", self._load_name, variables=values)
         return options
 
     def _operator_values(self) -> dict[str, Any]:
-        """Return the operator's values.
+        """Return the values of the guarded variables as the operator set them.
 
-        Raises Failure if something else sets a variable that decides where a key is sent.
+        Raises Failure if another source sets a variable that decides where the key is sent.
         """
-        variables = self._variables or self._given
-        own: Any = {}
+        variables = self._variables or self._initial_variables
+        operator_variables: Any = {}
         host = str(self._delegate or variables.get("inventory_hostname", ""))
         if "hostvars" in variables:
             host = str(self._delegate or host_of_task())
-            own = OperatorVariables(variables["hostvars"], host)
+            operator_variables = OperatorVariables(variables["hostvars"], host)
         if self._delegate:
             variables = variables.get("ansible_delegated_vars", {}).get(self._delegate, {})
-        named = {"inventory_hostname": host, **{name: own.evaluate(name) for name in PLACE if name in own}}
-        place = self._options_of(named)
-        listed = recall(place["sandbox"], place["gateway_url"]) is not None
-        names = OF_LISTED if listed else self._guarded_names()
-        # With delegate_to, Ansible sets it by default.
-        implied = {"ansible_host": host}
-        foreign = [name for name in names if name in variables and variables[name] != own.get(name, implied.get(name))]
-        if foreign:
+        known_values = {
+            "inventory_hostname": host,
+            **{name: operator_variables.evaluate(name) for name in ADDRESS_VARIABLES if name in operator_variables},
+        }
+        address = self._compute_options(known_values)
+        is_listed = recall(address["sandbox"], address["gateway_url"]) is not None
+        names = GUARDED_FOR_LISTED_HOSTS if is_listed else self._guarded_names()
+        # With delegate_to, Ansible sets this variable by default.
+        defaults = {"ansible_host": host}
+        overridden = [
+            name
+            for name in names
+            if name in variables and variables[name] != operator_variables.get(name, defaults.get(name))
+        ]
+        if overridden:
             raise Failure(
-                f"{' and '.join(foreign)} of host {host} must not come from facts, other results of tasks, or vars of "
-                "a play, role or task: the variable decides where the gateway's key is sent. Set it with "
-                "add_host, in host_vars or group_vars, or with -e, and let no task return a variable of that name"
+                f"{' and '.join(overridden)} of host {host} must not come from facts, other task results, or vars of "
+                "a play, role or task, because this would decide where the gateway's key is sent: set it with "
+                "add_host, in host_vars or group_vars, or with -e, and do not let tasks return a variable of that name"
             )
-        return {**named, **{name: own.evaluate(name) for name in names if name in own}}
+        return {
+            **known_values,
+            **{name: operator_variables.evaluate(name) for name in names if name in operator_variables},
+        }
 
     def exec_command(self, cmd: str, in_data: bytes | None = None, sudoable: bool = True) -> tuple[int, bytes, bytes]:
-        """Return (exit code, stdout, stderr); the exit code is 128 + n if signal n killed the command."""
+        """Run a command. Returns (exit code, stdout, stderr); the code is 128 + n if signal n killed the command."""
         super().exec_command(cmd, in_data=in_data, sudoable=sudoable)
         display.vvv(printable(f"EXEC {cmd}"), host=self._sandbox)
         escalation = _Escalation(self.become, self._sandbox, self.get_option("gateway_timeout")) if sudoable else None
         try:
             waiting = bool(escalation and escalation.waiting)
             process = self._channel.start(
-                ["/bin/sh", "-c", cmd], stdin=bool(in_data) or waiting, given=b"" if waiting else in_data or b""
+                ["/bin/sh", "-c", cmd], stdin=bool(in_data) or waiting, input_data=b"" if waiting else in_data or b""
             )
             out, err = self._run_command(process, in_data, escalation)
         except Failure as failure:
@@ -308,29 +322,29 @@ class Connection(ConnectionBase):
     def _run_command(
         self, process: Process, in_data: bytes | None, escalation: _Escalation | None
     ) -> tuple[bytes, bytes]:
-        taken = {"stdout": bytearray(), "stderr": bytearray()}
-        most = self._operator_settings()["max_output_mb"]
+        output = {"stdout": bytearray(), "stderr": bytearray()}
+        max_output_mb = self._operator_settings()["max_output_mb"]
         waiting = bool(escalation and escalation.waiting)
         started = False
         for kind, data in process.output():
             if not started:
                 started = True
-                if in_data and not waiting and not process.fed:
+                if in_data and not waiting and not process.input_accepted:
                     process.feed(in_data)
             if kind:
-                taken[kind].extend(data)
-                if len(taken["stdout"]) + len(taken["stderr"]) > most << 20:
+                output[kind].extend(data)
+                if len(output["stdout"]) + len(output["stderr"]) > max_output_mb << 20:
                     process.kill()
                     self.close()
                     raise AnsibleError(
                         f"the command in sandbox {self._sandbox} was killed, because it printed more than "
-                        f"{most} MiB. Redirect its output to a file, or increase ansible_sandbox_max_output_mb"
+                        f"{max_output_mb} MiB. Redirect its output to a file, or increase ansible_sandbox_max_output_mb"
                     )
             if waiting:
-                waiting = escalation.keep_waiting(process, taken["stdout"], taken["stderr"])
+                waiting = escalation.keep_waiting(process, output["stdout"], output["stderr"])
                 if not waiting:
                     process.feed(in_data or b"")
-        out, err = bytes(taken["stdout"]), bytes(taken["stderr"])
+        out, err = bytes(output["stdout"]), bytes(output["stderr"])
         return (escalation.without_prompt(out), escalation.without_prompt(err)) if escalation else (out, err)
 
     def put_file(self, in_path: str, out_path: str) -> None:
@@ -382,34 +396,37 @@ class Connection(ConnectionBase):
 
 
 class _Escalation:
-    """The dialogue of privilege escalation, including its password prompt.
+    """Handles privilege escalation and its password prompt.
 
-    ``waiting``: whether success or a prompt is still outstanding.
+    ``waiting``: whether to wait for a password prompt or a success message.
     """
 
     def __init__(self, become: Any, sandbox: str, seconds: float) -> None:
         self.become = become
         self.waiting = bool(become and become.success and become.expect_prompt())
         self._sandbox = sandbox
-        self._until = time.monotonic() + seconds
+        self._deadline = time.monotonic() + seconds
         self._answered_at: tuple[int, int] | None = None
 
     def keep_waiting(self, process: Process, out: bytearray, err: bytearray) -> bool:
-        """Check the output so far and answer a password prompt. Returns whether to keep waiting.
+        """Check the output so far, and respond to a password prompt. Returns whether to keep waiting.
 
         Raises AnsibleError if the escalation fails.
         """
         if self.become.check_success(bytes(out)):
             return False
-        seen = self._answered_at or (0, 0)
-        asked = any(self.become.check_password_prompt(bytes(taken[start:])) for taken, start in zip((out, err), seen))
-        if asked and self._answered_at is None:
+        searched_up_to = self._answered_at or (0, 0)
+        is_prompted = any(
+            self.become.check_password_prompt(bytes(output[start:]))
+            for output, start in zip((out, err), searched_up_to)
+        )
+        if is_prompted and self._answered_at is None:
             self._answered_at = (len(out), len(err))
             process.write(self.become.get_option("become_pass").encode() + b"\n")
-        elif asked or self.become.check_incorrect_password(bytes(out + err)):
-            self._give_up(process, "the password was not accepted")
-        elif time.monotonic() > self._until or len(out) + len(err) > _MOST_BEFORE_SUCCESS:
-            self._give_up(process, "neither success nor a password prompt was found in its output")
+        elif is_prompted or self.become.check_incorrect_password(bytes(out + err)):
+            self._fail(process, "the password was not accepted")
+        elif time.monotonic() > self._deadline or len(out) + len(err) > _MAX_ESCALATION_OUTPUT_BYTES:
+            self._fail(process, "neither success nor a password prompt was found in its output")
         return True
 
     def check_refusal(self, err: bytes) -> None:
@@ -420,19 +437,19 @@ class _Escalation:
                 "ansible_become_password, or set remote_user to the become user, which requires no password"
             )
 
-    def _give_up(self, process: Process, why: str) -> None:
+    def _fail(self, process: Process, reason: str) -> None:
         process.kill()
-        raise AnsibleError(f"{self.become.name} failed in sandbox {self._sandbox}: {why}")
+        raise AnsibleError(f"{self.become.name} failed in sandbox {self._sandbox}: {reason}")
 
-    def without_prompt(self, taken: bytes) -> bytes:
-        """Return the output after the password prompt and its line end.
+    def without_prompt(self, output: bytes) -> bytes:
+        """Return the output that follows the password prompt and its line end.
 
-        Called when the command has ended, because the two outputs arrive in any order.
+        Call it after the command has exited, because the two streams can arrive in any order.
         """
         if self._answered_at is None:
-            return taken
+            return output
         prompt = self.become.prompt
-        if not isinstance(prompt, str) or prompt.encode() not in taken:
-            return taken
-        rest = taken.partition(prompt.encode())[2].lstrip(b" ")
+        if not isinstance(prompt, str) or prompt.encode() not in output:
+            return output
+        rest = output.partition(prompt.encode())[2].lstrip(b" ")
         return rest[1:] if rest.startswith(b"\n") else rest

@@ -18,7 +18,7 @@ attributes:
     description: Returns the state before and after each change, including predicted changes in check mode.
   idempotent:
     support: full
-    description: A second run changes nothing, unless something else has changed in between.
+    description: A second run changes nothing, unless the resources have been changed in between.
   platform:
     support: full
     platforms: posix

@@ -35,8 +35,8 @@ options:
     default: true
   gateway_timeout:
     description:
-      - Time limit in seconds for the gateway to answer one request.
-      - The module also retries for this long while the gateway reports that it is busy.
+      - Time limit in seconds for the response to one request.
+      - The module also retries a request for this long while the gateway reports that it is busy.
     type: int
     default: 300
 requirements:

@@ -25,7 +25,7 @@ options:
     choices: [grove.sandbox.sandboxes]
   gateways:
     description:
-      - The gateways to query. If not set, the gateway at the default of O(gateways[].url).
+      - The gateways to query. If not set, the plugin queries the gateway at the default of O(gateways[].url).
     type: list
     elements: dict
     default: []
@@ -39,7 +39,7 @@ options:
         description:
           - The address of the gateway as seen from the control node, as C(unix:///path/to/gateway.sock),
             C(http://host:port) or C(https://host:port). Can be a template.
-          - If not set, the environment variable E(SANDBOX_GATEWAY_URL), or else the socket
+          - If not set, the environment variable E(SANDBOX_GATEWAY_URL) is used, or else the socket
             C(unix:///run/sandbox-gateway/gateway.sock).
         type: str
       token:
@@ -47,7 +47,7 @@ options:
           - An API key from the gateway's key file. Can be a template, or encrypted by Ansible Vault. The unix socket
             needs no key.
           - Listing sandboxes requires the scope C(read); running tasks in them requires C(exec).
-          - The key does not become a variable. The connection gets it within the process that reads this file.
+          - The key does not become a variable. It is passed to the connection inside the process that reads this file.
           - If neither this nor O(gateways[].token_file) is set, the environment variable E(SANDBOX_GATEWAY_TOKEN) is
             used.
         type: str
@@ -67,7 +67,7 @@ options:
         default: true
       timeout:
         description:
-          - Time limit in seconds for the gateway to answer.
+          - Time limit in seconds for each response of the gateway.
         type: int
         default: 30
   filters:
@@ -100,9 +100,9 @@ options:
     description:
       - The form of host names. V(name) is the name of the sandbox; V(name_gateway) appends a dot and the name of the
         gateway; V(id) is the id of the sandbox.
-      - If not set, V(name) for one gateway and V(name_gateway) for several.
-      - If the name has another meaning to Ansible, such as C(localhost) or the name of a group, the host is named by
-        its id. If another host already has the name, V(name_gateway) is used instead of V(name).
+      - The default is V(name) for one gateway, and V(name_gateway) for several.
+      - If the name has another meaning in Ansible, such as C(localhost) or the name of a group, the id becomes the name
+        of the host. If another host already has the name, V(name_gateway) is used instead of V(name).
     type: str
     choices: [name, name_gateway, id]
   group_by:
@@ -117,7 +117,7 @@ options:
   python_interpreter:
     description:
       - The C(ansible_python_interpreter) of the hosts.
-      - If not set, C(/usr/bin/python3) for sandboxes on C(kvm_xfs) hosts; for others, Ansible discovers the
+      - The default is C(/usr/bin/python3) for sandboxes on C(kvm_xfs) hosts. For other sandboxes, Ansible discovers the
         interpreter.
     type: str
   strict:
@@ -134,7 +134,7 @@ notes:
 """
 
 EXAMPLES = r"""
-# The gateway in SANDBOX_GATEWAY_URL, or else the local one
+# The gateway in SANDBOX_GATEWAY_URL, or else the local gateway
 plugin: grove.sandbox.sandboxes
 ---
 # The running sandboxes of two teams on two gateways
@@ -197,19 +197,21 @@ class InventoryModule(BaseInventoryPlugin, Constructable, Cacheable):
             _inventory.check_keys(self.get_option("filters"), _inventory.FILTER_KEYS, "filters")
         except Failure as failure:
             raise AnsibleParserError(f"{path}: {failure}") from None
-        found = self._find_sandboxes(sources, self.get_cache_key(path), cache)
+        sandboxes_by_gateway = self._find_sandboxes(sources, self.get_cache_key(path), cache)
         hosts = [
             (sandbox, source.gateway)
             for source in sources
-            for sandbox in found.get(source.key, [])
-            if _inventory.passes(sandbox, self.get_option("filters"))
+            for sandbox in sandboxes_by_gateway.get(source.key, [])
+            if _inventory.matches_filters(sandbox, self.get_option("filters"))
         ]
         groups = {name for sandbox, gateway in hosts for name in self._groups_of(sandbox, gateway)}
-        taken = groups | set(self.inventory.groups) | set(self.get_option("groups"))
+        group_names = groups | set(self.inventory.groups) | set(self.get_option("groups"))
         for sandbox, gateway in hosts:
-            self._add(self._name(sandbox, gateway, taken, several=len(sources) > 1), sandbox, gateway)
+            self._add_host(
+                self._choose_host_name(sandbox, gateway, group_names, several=len(sources) > 1), sandbox, gateway
+            )
 
-    def _sources(self, beside: Path) -> list[_Source]:
+    def _sources(self, directory: Path) -> list[_Source]:
         entries = self.get_option("gateways") or [{}]
         sources = []
         for number, entry in enumerate(entries, 1):
@@ -217,90 +219,92 @@ class InventoryModule(BaseInventoryPlugin, Constructable, Cacheable):
             _inventory.check_keys(entry, _inventory.GATEWAY_KEYS, where)
             if len(entries) > 1 and not entry.get("name"):
                 raise Failure(f"{where} has no name: with several gateways, each gateway needs a name")
-            sources.append(_Source(entry, self._text, beside))
+            sources.append(_Source(entry, self._evaluate, directory))
         names = [source.gateway.name for source in sources]
         if len(set(names)) < len(names):
-            raise Failure(f"several gateways have the same name ({', '.join(names)}): give each gateway its own name")
+            raise Failure(
+                f"several gateways have the same name ({', '.join(names)}): use a different name for each gateway"
+            )
         return sources
 
-    def _text(self, value: Any) -> str:
-        """Return a value of the inventory file, decrypted or with its template evaluated. The file is trusted like a
-        play.
-        """
+    def _evaluate(self, value: Any) -> str:
+        """Decrypt a value of the inventory file, or evaluate its template. The file is trusted as a play is."""
         return str(self.templar.template(value)) if isinstance(value, str) else str(value or "")
 
     def _find_sandboxes(self, sources: list[_Source], cache_key: str, cache: bool) -> dict[str, list[dict[str, Any]]]:
-        """Return the sandboxes of each gateway, from the cache if it is enabled and has them."""
+        """Return the sandboxes of each gateway, using the cache if it is enabled."""
         caching = self.get_option("cache")
-        known: dict[str, list[dict[str, Any]]] = {}
+        sandboxes_by_gateway: dict[str, list[dict[str, Any]]] = {}
         if caching and cache:
             with contextlib.suppress(KeyError):
-                known = dict(self._cache[cache_key])
-        missing = [source for source in sources if source.key not in known]
+                sandboxes_by_gateway = dict(self._cache[cache_key])
+        missing = [source for source in sources if source.key not in sandboxes_by_gateway]
         for source in missing:
             try:
-                known[source.key] = source.observe()
+                sandboxes_by_gateway[source.key] = source.observe()
             except Failure as failure:
-                sentence = f"the sandboxes of gateway {source.gateway.name} are not in the inventory: {failure}"
+                message = f"the sandboxes of gateway {source.gateway.name} are not in the inventory: {failure}"
                 if self.get_option("strict"):
-                    raise AnsibleParserError(sentence) from None
-                self.display.warning(sentence)
+                    raise AnsibleParserError(message) from None
+                self.display.warning(message)
         if caching and missing:
-            self._cache[cache_key] = known
-        return known
+            self._cache[cache_key] = sandboxes_by_gateway
+        return sandboxes_by_gateway
 
     def _groups_of(self, sandbox: dict[str, Any], gateway: Gateway) -> list[str]:
         groups = _inventory.groups_of(sandbox, gateway.name, self.get_option("group_by"))
         return [self._sanitize_group_name(group) for group in groups]
 
-    def _name(self, sandbox: dict[str, Any], gateway: Gateway, taken: set[str], *, several: bool) -> str:
-        """Return a host name that is not in ``taken`` and does not exist yet, so that tasks run on the right host."""
+    def _choose_host_name(
+        self, sandbox: dict[str, Any], gateway: Gateway, group_names: set[str], *, several: bool
+    ) -> str:
+        """Return an unused host name that is not the name of a group, so that tasks run on the right host."""
         hostname = self.get_option("hostname") or ("name_gateway" if several else "name")
-        host = _inventory.host_name(sandbox, hostname, gateway.name, taken)
+        host = _inventory.host_name(sandbox, hostname, gateway.name, group_names)
         if host in self.inventory.hosts:
-            other = _inventory.host_name(sandbox, "name_gateway", gateway.name, taken)
+            fallback = _inventory.host_name(sandbox, "name_gateway", gateway.name, group_names)
             self.display.warning(
-                f"a host {host} already exists, so the sandbox with that name becomes the host {other}"
+                f"a host {host} already exists, so the sandbox with that name becomes the host {fallback}"
             )
-            host = other
+            host = fallback
         return host
 
-    def _add(self, host: str, sandbox: dict[str, Any], gateway: Gateway) -> None:
+    def _add_host(self, host: str, sandbox: dict[str, Any], gateway: Gateway) -> None:
         self.inventory.add_host(host)
         remember(sandbox["id"], gateway)
         variables = _inventory.variables_of(sandbox, gateway, self.get_option("python_interpreter") or "")
         for key, value in variables.items():
-            # Mark it unsafe even without braces, because a `#jinja2:` header can set other delimiters.
+            # Mark text as unsafe even if it has no braces, because a `#jinja2:` header can set other delimiters.
             self.inventory.set_variable(host, key, wrap_var(value))
         for group in self._groups_of(sandbox, gateway):
             self.inventory.add_host(host, self.inventory.add_group(group))
         strict = self.get_option("strict")
-        known = self.inventory.get_host(host).get_vars()
-        self._set_composite_vars(self.get_option("compose"), known, host, strict=strict)
-        self._add_host_to_composed_groups(self.get_option("groups"), known, host, strict=strict)
-        self._add_host_to_keyed_groups(self.get_option("keyed_groups"), known, host, strict=strict)
+        host_variables = self.inventory.get_host(host).get_vars()
+        self._set_composite_vars(self.get_option("compose"), host_variables, host, strict=strict)
+        self._add_host_to_composed_groups(self.get_option("groups"), host_variables, host, strict=strict)
+        self._add_host_to_keyed_groups(self.get_option("keyed_groups"), host_variables, host, strict=strict)
 
 
 class _Source:
-    """One gateway of the inventory file. ``key``: the cache key of its sandboxes."""
+    """One gateway in the inventory file. ``key``: the cache key of its sandboxes."""
 
-    def __init__(self, entry: dict[str, Any], text: Any, beside: Path) -> None:
-        token, token_file = text(entry.get("token")), _path(text(entry.get("token_file")), beside)
+    def __init__(self, entry: dict[str, Any], evaluate: Any, directory: Path) -> None:
+        token, token_file = evaluate(entry.get("token")), _expand_path(evaluate(entry.get("token_file")), directory)
         if not token and not token_file:
             token = os.environ.get("SANDBOX_GATEWAY_TOKEN", "")
         self.gateway = Gateway(
-            text(entry.get("url")) or os.environ.get("SANDBOX_GATEWAY_URL") or DEFAULT_URL,
+            evaluate(entry.get("url")) or os.environ.get("SANDBOX_GATEWAY_URL") or DEFAULT_URL,
             token=token,
             token_file=token_file,
-            ca_path=_path(text(entry.get("ca_path")), beside),
+            ca_path=_expand_path(evaluate(entry.get("ca_path")), directory),
             validate_certs=boolean(entry.get("validate_certs", True)),
-            name=text(entry.get("name")) or "default",
+            name=evaluate(entry.get("name")) or "default",
         )
         self._timeout = float(entry.get("timeout") or 30)
         self.key = f"{self.gateway.name} {self.gateway.url}"
 
     def observe(self) -> list[dict[str, Any]]:
-        """Raise Failure."""
+        """Return the gateway's sandboxes. Raises Failure."""
         gateway = self.gateway
         client = Client(gateway.url, gateway.key(), gateway.ca_path, gateway.validate_certs, self._timeout)
         try:
@@ -309,5 +313,5 @@ class _Source:
             client.close()
 
 
-def _path(text: str, beside: Path) -> str:
-    return str(beside / Path(text).expanduser()) if text else ""
+def _expand_path(text: str, directory: Path) -> str:
+    return str(directory / Path(text).expanduser()) if text else ""

@@ -2,7 +2,7 @@
 # GNU General Public License v3.0+ (see COPYING or https://www.gnu.org/licenses/gpl-3.0.txt)
 # SPDX-License-Identifier: GPL-3.0-or-later
 
-"""The gateway's HTTP client, over a unix socket or http(s), with the standard library only."""
+"""HTTP client of the gateway, over a unix socket or http(s). Uses only the standard library."""
 
 from __future__ import annotations
 
@@ -24,15 +24,15 @@ from ansible_collections.grove.sandbox.plugins.module_utils._failure import Fail
 DEFAULT_URL = "unix:///run/sandbox-gateway/gateway.sock"
 MINIMUM_VERSION = (0, 1, 0)
 CONNECT_SECONDS = 10
-PAGE = 1000
-_PIECE = 1 << 20
-LARGEST_ANSWER = 64 << 20
-"""Maximum bytes of an answer: one page of a list with entries of 64 KiB."""
+PAGE_SIZE = 1000
+_CHUNK_BYTES = 1 << 20
+MAX_RESPONSE_BYTES = 64 << 20
+"""Maximum size of a response in bytes. It fits one page of a list whose entries are 64 KiB long."""
 LOOPBACK = re.compile(r"localhost|.*\.localhost|127(\.\d{1,3}){3}|::1|0\.0\.0\.0|::", re.IGNORECASE)
 
 
-class Answer:
-    """A response: ``status``, the decoded JSON ``data`` (None without a body) and ``headers``."""
+class Response:
+    """A response of the gateway. ``data`` is the decoded JSON body, or None if the body is empty."""
 
     def __init__(self, status: int, data: Any, headers: Any) -> None:
         self.status = status
@@ -52,23 +52,23 @@ class Address:
         try:
             self.host, port = parts.hostname or "", parts.port
         except ValueError:
-            raise _bad_url(self.url) from None
+            raise _invalid_url(self.url) from None
         self.port = port or (443 if self.tls else 80)
         if parts.scheme == "unix" and not self.host and parts.path.startswith("/"):
             self.socket, self.prefix = parts.path, ""
         elif parts.scheme not in ("http", "https") or not self.host or parts.username or parts.query:
-            raise _bad_url(self.url)
+            raise _invalid_url(self.url)
 
     @property
-    def local(self) -> bool:
-        """Return whether the address is a socket or loopback address, which means another gateway on each machine."""
+    def is_local(self) -> bool:
+        """Whether the address is a unix socket or a loopback address, which is a different gateway on each machine."""
         return bool(self.socket) or LOOPBACK.fullmatch(self.host) is not None
 
 
-def _bad_url(url: str) -> Failure:
-    shown = re.sub(r"//[^/@]*@", "//", url)
+def _invalid_url(url: str) -> Failure:
+    url_without_login = re.sub(r"//[^/@]*@", "//", url)
     return Failure(
-        f"gateway_url {shown!r} is not the address of a gateway: use unix:///path/to/gateway.sock, "
+        f"gateway_url {url_without_login!r} is not the address of a gateway: use unix:///path/to/gateway.sock, "
         "http://host:port or https://host:port"
     )
 
@@ -85,10 +85,10 @@ class _UnixConnection(http.client.HTTPConnection):
 
 
 class Client:
-    """Calls one gateway. Every method raises Failure, whose message never contains the token.
+    """Calls one gateway. Every method can raise Failure, whose message never contains the token.
 
-    ``timeout`` is the limit for one response, in seconds. Calls are also retried for this long while the gateway
-    reports that it is busy.
+    ``timeout`` is the time limit for one response in seconds. The client also retries a request for this long while
+    the gateway reports that it is busy.
     """
 
     def __init__(
@@ -114,14 +114,14 @@ class Client:
             self._connection = None
 
     def now(self) -> datetime:
-        """Return the time of the gateway's clock, from its last response."""
+        """Return the current time of the gateway's clock, estimated from the date of its last response."""
         return datetime.now(timezone.utc) + self._skew
 
     def get(self, path: str, **query: Any) -> Any:
         return self.call("GET", path, query=query).data
 
     def find(self, path: str) -> Any:
-        """Send a GET request like ``get``, but return None if the gateway does not find the object."""
+        """Send a GET request like ``get``, but return None if the resource does not exist."""
         try:
             return self.get(path)
         except Failure as failure:
@@ -130,16 +130,16 @@ class Client:
             raise
 
     def pages(self, path: str, **query: Any) -> Iterator[Any]:
-        """Yield all entries of a list, page by page."""
+        """Yield all entries of a list. Requests one page at a time."""
         token = ""
         while True:
-            answer = self.call("GET", path, query={**query, "limit": PAGE, "nextToken": token})
-            yield from answer.data
-            before, token = token, answer.headers.get("x-next-token", "")
+            response = self.call("GET", path, query={**query, "limit": PAGE_SIZE, "nextToken": token})
+            yield from response.data
+            previous, token = token, response.headers.get("x-next-token", "")
             if not token:
                 return
-            if token == before:
-                raise self._no_gateway(f"GET {path}", "its list has no last page")
+            if token == previous:
+                raise self._not_a_gateway(f"GET {path}", "its list never ends")
 
     def post(self, path: str, body: dict[str, Any] | None = None) -> Any:
         return self.call("POST", path, body=body or {}).data
@@ -154,47 +154,47 @@ class Client:
         return self.call("DELETE", path, query=query).data
 
     def require_version(self) -> None:
-        """Raise Failure for a gateway that is too old, or another server.
+        """Raise Failure if the gateway is too old, or if the server is not a gateway.
 
-        The version is checked once, before the first change.
+        Requests the version only once, before the first change.
         """
         if self._version_checked:
             return
         version = str((self.get("/health") or {}).get("version", ""))
-        found = re.match(r"(\d+)\.(\d+)(?:\.(\d+))?", version)
-        if found is None:
-            raise self._no_gateway("GET /health", "its answer contains no version")
-        if tuple(int(part or 0) for part in found.groups()) < MINIMUM_VERSION:
-            raise self._too_old(version)
+        match = re.match(r"(\d+)\.(\d+)(?:\.(\d+))?", version)
+        if match is None:
+            raise self._not_a_gateway("GET /health", "its response contains no version")
+        if tuple(int(part or 0) for part in match.groups()) < MINIMUM_VERSION:
+            raise self._gateway_too_old(version)
         self._version_checked = True
 
-    def call(self, method: str, path: str, *, query: dict[str, Any] | None = None, body: Any = None) -> Answer:
-        """Send one request. Retries for up to ``timeout`` while the gateway reports that it is busy."""
+    def call(self, method: str, path: str, *, query: dict[str, Any] | None = None, body: Any = None) -> Response:
+        """Send a request. Retries it for up to ``timeout`` seconds while the gateway reports that it is busy."""
         deadline = time.monotonic() + self.timeout
         while True:
             try:
-                return self._checked(method, path, query, body)
-            except _Busy as busy:
-                if time.monotonic() + busy.wait > deadline:
+                return self._send_checked(method, path, query, body)
+            except _GatewayBusy as busy:
+                if time.monotonic() + busy.retry_after > deadline:
                     raise busy.failure from None
-                time.sleep(busy.wait)
+                time.sleep(busy.retry_after)
 
-    def _checked(self, method: str, path: str, query: dict[str, Any] | None, body: Any) -> Answer:
+    def _send_checked(self, method: str, path: str, query: dict[str, Any] | None, body: Any) -> Response:
         status, headers, raw = self._send(method, path, query, body)
-        data = self._decoded(f"{method} {path}", status, raw)
+        data = self._decode(f"{method} {path}", status, raw)
         if status < 400:
-            return Answer(status, data, headers)
-        failure = self._failure(f"{method} {path}", status, data)
-        wait = headers.get("Retry-After", "")
-        if status in (429, 503) and re.fullmatch("[0-9]{1,9}", wait):
-            raise _Busy(failure, max(0.2, float(wait)))
+            return Response(status, data, headers)
+        failure = self._response_failure(f"{method} {path}", status, data)
+        retry_after = headers.get("Retry-After", "")
+        if status in (429, 503) and re.fullmatch("[0-9]{1,9}", retry_after):
+            raise _GatewayBusy(failure, max(0.2, float(retry_after)))
         raise failure
 
     def _send(self, method: str, path: str, query: dict[str, Any] | None, body: Any) -> tuple[int, Any, bytes]:
-        # A gateway must not ignore fields that it does not know. An older gateway ignores this parameter.
+        # Makes the gateway refuse unknown fields instead of ignoring them. An older gateway ignores this parameter.
         query = query if body is None else {**(query or {}), "strict": True}
-        asked = {key: _word(value) for key, value in (query or {}).items() if value not in (None, "")}
-        target = self.address.prefix + path + ("?" + urlencode(asked) if asked else "")
+        parameters = {key: _query_value(value) for key, value in (query or {}).items() if value not in (None, "")}
+        target = self.address.prefix + path + ("?" + urlencode(parameters) if parameters else "")
         headers = {"Accept": "application/json"}
         if self._token:
             headers["Authorization"] = f"Bearer {self._token}"
@@ -202,13 +202,13 @@ class Client:
         if body is not None:
             payload = json.dumps(body).encode()
             headers["Content-Type"] = "application/json"
-        reused = self._connection is not None
+        is_reused = self._connection is not None
         try:
             return self._exchange(method, target, payload, headers)
         except (http.client.HTTPException, ConnectionError) as error:
             self.close()
-            # The gateway may have closed an idle connection. Only requests that change nothing are sent twice.
-            if not reused or method != "GET":
+            # The gateway may have closed an idle connection. Repeat only requests that change nothing.
+            if not is_reused or method != "GET":
                 raise self._unreachable(f"{method} {path}", error) from None
         except (OSError, ValueError) as error:
             self.close()
@@ -222,19 +222,21 @@ class Client:
     def _exchange(
         self, method: str, target: str, payload: bytes | None, headers: dict[str, str]
     ) -> tuple[int, Any, bytes]:
-        connection = self._connected()
+        connection = self._open_connection()
         connection.request(method, target, body=payload, headers=headers)
         response = connection.getresponse()
-        raw = read_at_most(LARGEST_ANSWER, response)
+        raw = read_at_most(MAX_RESPONSE_BYTES, response)
         if raw is None:
             self.close()
-            raise self._no_gateway(f"{method} {target.partition('?')[0]}", f"its answer exceeds {LARGEST_ANSWER} bytes")
+            raise self._not_a_gateway(
+                f"{method} {target.partition('?')[0]}", f"its response exceeds {MAX_RESPONSE_BYTES} bytes"
+            )
         if response.will_close:
             self.close()
-        self._note_clock(response.headers.get("Date", ""))
+        self._update_clock_skew(response.headers.get("Date", ""))
         return response.status, response.headers, raw
 
-    def _connected(self) -> http.client.HTTPConnection:
+    def _open_connection(self) -> http.client.HTTPConnection:
         if self._connection is None:
             self._connected_once = False
             connection = self._new_connection()
@@ -250,20 +252,22 @@ class Client:
         if not self.address.tls:
             return http.client.HTTPConnection(self.address.host, self.address.port, timeout=CONNECT_SECONDS)
         return http.client.HTTPSConnection(
-            self.address.host, self.address.port, timeout=CONNECT_SECONDS, context=self._tls()
+            self.address.host, self.address.port, timeout=CONNECT_SECONDS, context=self._tls_context()
         )
 
-    def _tls(self) -> ssl.SSLContext:
+    def _tls_context(self) -> ssl.SSLContext:
         try:
             context = ssl.create_default_context(cafile=self._ca_path or None)
         except OSError as error:
-            raise Failure(f"ca_path {self._ca_path!r} cannot be used: {error}") from None
+            raise Failure(
+                f"ca_path {self._ca_path!r} cannot be used ({error}): set it to a PEM file with CA certificates"
+            ) from None
         if not self._validate_certs:
             context.check_hostname = False
             context.verify_mode = ssl.CERT_NONE
         return context
 
-    def _note_clock(self, date: str) -> None:
+    def _update_clock_skew(self, date: str) -> None:
         try:
             self._skew = parsedate_to_datetime(date) - datetime.now(timezone.utc)
         except (TypeError, ValueError, OverflowError):
@@ -272,17 +276,17 @@ class Client:
         if abs(self._skew) < timedelta(seconds=2):
             self._skew = timedelta(0)
 
-    def _decoded(self, asked: str, status: int, raw: bytes) -> Any:
+    def _decode(self, request: str, status: int, raw: bytes) -> Any:
         if not raw:
             return None
         try:
             return json.loads(raw)
         except (ValueError, RecursionError):
-            raise self._no_gateway(asked, f"it answered with status {status} and without JSON") from None
+            raise self._not_a_gateway(request, f"it returned status {status} without JSON") from None
 
-    def _failure(self, asked: str, status: int, data: Any) -> Failure:
+    def _response_failure(self, request: str, status: int, data: Any) -> Failure:
         if not isinstance(data, dict) or "message" not in data:
-            return self._no_gateway(asked, f"it answered with status {status} and unexpected JSON")
+            return self._not_a_gateway(request, f"it returned status {status} with unexpected JSON")
         message, kind = str(data["message"]), str(data.get("kind", "backend_failed"))
         if status == 401:
             return Failure(
@@ -291,47 +295,47 @@ class Client:
                 "unauthorized",
                 status=status,
             )
-        if status in (404, 405) and message.startswith(("route ", asked)):
-            return self._too_old(None, asked)
+        if status in (404, 405) and message.startswith(("route ", request)):
+            return self._gateway_too_old(None, request)
         return Failure(message, kind, blockers=[str(item) for item in data.get("blockers") or ()], status=status)
 
-    def _too_old(self, version: str | None, asked: str = "") -> Failure:
-        wanted = ".".join(str(part) for part in MINIMUM_VERSION)
-        what = f"is version {version}" if version else f"does not know {asked}"
+    def _gateway_too_old(self, version: str | None, request: str = "") -> Failure:
+        required = ".".join(str(part) for part in MINIMUM_VERSION)
+        problem = f"is version {version}" if version else f"does not know {request}"
         return Failure(
-            f"the gateway at {self.address.url} {what}, but this collection needs sandbox-gateway {wanted} "
+            f"the gateway at {self.address.url} {problem}, but this collection needs sandbox-gateway {required} "
             "or newer: upgrade it with the role grove.sandbox.gateway",
             "too_old",
         )
 
-    def _no_gateway(self, asked: str, why: str) -> Failure:
+    def _not_a_gateway(self, request: str, reason: str) -> Failure:
         return Failure(
-            f"the server at {self.address.url} is not a sandbox gateway ({asked}: {why}): check gateway_url",
+            f"the server at {self.address.url} is not a sandbox gateway ({request}: {reason}): check gateway_url",
             "not_a_gateway",
         )
 
-    def _unreachable(self, asked: str, error: Exception) -> Failure:
+    def _unreachable(self, request: str, error: Exception) -> Failure:
         if isinstance(error, ssl.SSLCertVerificationError):
-            why = getattr(error, "verify_message", "") or "it is not trusted"
+            reason = getattr(error, "verify_message", "") or "it is not trusted"
             return Failure(
-                f"the certificate of {self.address.url} was not accepted ({why}): set ca_path to the "
+                f"the certificate of {self.address.url} was not accepted ({reason}): set ca_path to the "
                 "certificate file of its authority",
                 "unreachable",
             )
         if isinstance(error, socket.timeout) and self._connected_once:
             return Failure(
-                f"the gateway at {self.address.url} did not answer {asked} within {self.timeout:g} s, but "
+                f"the gateway at {self.address.url} did not respond to {request} within {self.timeout:g} s, but "
                 "may still finish the request: check the result before you try again, or increase gateway_timeout",
                 "timeout",
             )
-        return Failure(f"no gateway answers at {self.address.url}: {self._why(error)}", "unreachable")
+        return Failure(f"no gateway answers at {self.address.url}: {self._describe(error)}", "unreachable")
 
-    def _why(self, error: Exception) -> str:
+    def _describe(self, error: Exception) -> str:
         number = getattr(error, "errno", None)
         if self.address.socket:
             if number in (errno.ENOENT, errno.ECONNREFUSED):
                 return (
-                    "the socket does not exist or no process listens on it; check that sandbox-gateway is "
+                    "the socket does not exist, or no process listens on it; check that sandbox-gateway is "
                     "running on this host"
                 )
             if number in (errno.EACCES, errno.EPERM):
@@ -346,35 +350,35 @@ class Client:
         if isinstance(error, socket.timeout):
             return f"no connection within {CONNECT_SECONDS} s; check for a firewall in between"
         if isinstance(error, http.client.RemoteDisconnected):
-            return "it closed the connection without an answer; look at its log"
+            return "it closed the connection without a response; check its log"
         return f"{error}" or type(error).__name__
 
 
-class _Busy(Exception):
-    def __init__(self, failure: Failure, wait: float) -> None:
+class _GatewayBusy(Exception):
+    def __init__(self, failure: Failure, retry_after: float) -> None:
         super().__init__(failure.message)
         self.failure = failure
-        self.wait = wait
+        self.retry_after = retry_after
 
 
-def _word(value: Any) -> str:
+def _query_value(value: Any) -> str:
     return {True: "true", False: "false"}[value] if isinstance(value, bool) else str(value)
 
 
 def read_at_most(size: int, response: http.client.HTTPResponse) -> bytes | None:
-    """Return the rest of a response; None if it is larger than ``size``. Raises IncompleteRead, OSError."""
+    """Return the rest of a response, or None if it is longer than ``size`` bytes. Raises IncompleteRead, OSError."""
     data = bytearray()
-    piece = response.read(_PIECE)
-    while piece:
-        data += piece
+    chunk = response.read(_CHUNK_BYTES)
+    while chunk:
+        data += chunk
         if len(data) > size:
             return None
-        piece = response.read(_PIECE)
+        chunk = response.read(_CHUNK_BYTES)
     if response.length:
         raise http.client.IncompleteRead(bytes(data), response.length)
     return bytes(data)
 
 
-def segment(ref: str) -> str:
-    """Return ``ref``, quoted as one segment of a URL path."""
+def quote_segment(ref: str) -> str:
+    """Return ``ref`` quoted for use as one segment of a URL path."""
     return quote(ref, safe="")

@@ -2,7 +2,7 @@
 # GNU General Public License v3.0+ (see COPYING or https://www.gnu.org/licenses/gpl-3.0.txt)
 # SPDX-License-Identifier: GPL-3.0-or-later
 
-"""Errors with messages for the user."""
+"""The exception for errors that are reported to the user."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ import re
 from collections.abc import Iterable, Iterator
 from typing import Any
 
-_LONGEST = 64 << 10
-"""Maximum number of characters of a message, which may quote output of a sandbox."""
+_MAX_CHARACTERS = 64 << 10
+"""Maximum number of characters in a message, which may quote output of a sandbox."""
 _NOT_PRINTABLE = re.compile(
     "[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028\u2029\u202a-\u202e\u2066-\u2069\ud800-\udfff]"
 )
@@ -20,14 +20,14 @@ _NOT_PRINTABLE = re.compile(
 
 
 def printable(text: str) -> str:
-    """Return ``text`` without terminal control characters."""
+    """Return ``text`` without control characters that could affect a terminal."""
     return _NOT_PRINTABLE.sub("", text)
 
 
 class Failure(Exception):
-    """A refusal or an error: a message, the gateway's stable identifier, and the resources that cause it.
+    """A refusal or an error: the message, a stable identifier (``kind``), and the resources that cause it.
 
-    Text from a gateway or a sandbox is made printable and truncated here. ``status`` is the HTTP status of the
+    The constructor removes control characters and truncates the message. ``status`` is the HTTP status of the
     gateway's response, or None without a response.
     """
 
@@ -35,8 +35,8 @@ class Failure(Exception):
         self, message: str, kind: str = "invalid", *, blockers: Iterable[str] = (), status: int | None = None
     ) -> None:
         message = printable(message)
-        if len(message) > _LONGEST:
-            message = message[:_LONGEST] + "..."
+        if len(message) > _MAX_CHARACTERS:
+            message = message[:_MAX_CHARACTERS] + "..."
         super().__init__(message)
         self.message = message
         self.kind = printable(kind)
@@ -44,25 +44,26 @@ class Failure(Exception):
         self.status = status
 
     def as_dict(self) -> dict[str, Any]:
-        """Return the ``failure`` in a module's result."""
+        """Return the value of ``failure`` in a module's result."""
         return {"kind": self.kind, "message": self.message, "blockers": self.blockers, "status": self.status}
 
 
-def join(failures: dict[str, Failure], asked: int) -> Failure:
-    """Combine several failures, given by name, into one."""
+def join_failures(failures: dict[str, Failure], total: int) -> Failure:
+    """Combine the failures of several resources, keyed by name, into one. ``total``: the number of resources."""
     sentences = list(dict.fromkeys(failure.message for failure in failures.values()))
     first = next(iter(failures.values()))
     if len(sentences) == 1:
         return first
-    text = f"{len(failures)} of {asked} failed: " + "; ".join(sentences)
+    text = f"{len(failures)} of {total} failed: " + "; ".join(sentences)
     blockers = [blocker for failure in failures.values() for blocker in failure.blockers]
     return Failure(text, first.kind, blockers=dict.fromkeys(blockers), status=first.status)
 
 
 @contextlib.contextmanager
-def still_there(what: str, ref: str, ident: str) -> Iterator[None]:
-    """Translate errors of calls that need a planned resource: if it was removed since, the message uses the user's
-    name.
+def explaining_removal(kind: str, ref: str, ident: str) -> Iterator[None]:
+    """Replace a "not found" error about ``ident`` with one that names the resource as the user did.
+
+    Use it around requests that need a resource that existed when the task was planned.
     """
     try:
         yield
@@ -70,8 +71,8 @@ def still_there(what: str, ref: str, ident: str) -> Iterator[None]:
         if failure.kind != "not_found" or ident not in failure.message:
             raise
         raise Failure(
-            f"{what} {ref!r} existed when this task began, but was removed or expired since: create it "
-            "again, or use another one",
+            f"{kind} {ref!r} existed when this task began, but it has been removed or has expired since: create "
+            f"it again, or use another {kind}",
             "not_found",
             status=failure.status,
         ) from None

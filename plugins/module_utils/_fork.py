@@ -2,7 +2,7 @@
 # GNU General Public License v3.0+ (see COPYING or https://www.gnu.org/licenses/gpl-3.0.txt)
 # SPDX-License-Identifier: GPL-3.0-or-later
 
-"""Implement ``sandbox_fork``: siblings forked from a snapshot, or clones of a sandbox."""
+"""Implement ``sandbox_fork``: fork siblings from a snapshot, or clone a sandbox."""
 
 from __future__ import annotations
 
@@ -13,39 +13,39 @@ from datetime import datetime
 from typing import TYPE_CHECKING, Any
 
 from ansible_collections.grove.sandbox.plugins.module_utils import _refusals
-from ansible_collections.grove.sandbox.plugins.module_utils._client import segment
-from ansible_collections.grove.sandbox.plugins.module_utils._failure import Failure, still_there
+from ansible_collections.grove.sandbox.plugins.module_utils._client import quote_segment
+from ansible_collections.grove.sandbox.plugins.module_utils._failure import Failure, explaining_removal
 from ansible_collections.grove.sandbox.plugins.module_utils._mounts import (
-    OPTIONS,
+    MOUNT_OPTIONS,
     Mount,
-    check_there,
-    desired_mounts,
+    check_volumes_exist,
     find_volumes,
+    parse_mounts,
 )
-from ansible_collections.grove.sandbox.plugins.module_utils._names import holders
+from ansible_collections.grove.sandbox.plugins.module_utils._names import find_taken_names
 from ansible_collections.grove.sandbox.plugins.module_utils._plan import (
     Action,
     Change,
     Plan,
-    aside,
-    at_least,
-    checked_names,
-    succeeded,
-    words,
+    keep_common_keys,
+    require_minimum,
+    stringify_values,
+    temporary_name,
+    validate_names,
 )
 from ansible_collections.grove.sandbox.plugins.module_utils._sandbox import (
-    apply_to_one,
+    apply_to_sandbox,
     check_mounts,
     check_sizes,
-    checked_timeout,
-    end_of_life,
     lifetime,
     lifetime_differs,
+    lifetime_end,
     mounts_of_fork,
-    remount,
+    plan_remounts,
     remove,
     replace,
-    size_words,
+    size_fields,
+    validate_timeout,
     view,
     view_after,
 )
@@ -79,7 +79,7 @@ ARGUMENTS: dict[str, Any] = {
     "volumes": {
         "type": "list",
         "elements": "dict",
-        "options": {**OPTIONS, "clone": {"type": "bool", "default": False}},
+        "options": {**MOUNT_OPTIONS, "clone": {"type": "bool", "default": False}},
     },
     "recreate": {"type": "bool", "default": False},
     "continue_on_error": {"type": "bool", "default": False},
@@ -90,15 +90,15 @@ RULES: dict[str, Any] = {
     "required_by": {"count": "name_prefix"},
 }
 
-SHOWN = {PLURAL: ("id", "name", "state", "address", "forked_from", "snapshot_id", "volumes")}
-"""The keys of each entry. They are few, because Ansible copies a result several times and there can be many forks."""
-MOST = 1000
+RESULT_KEYS = {PLURAL: ("id", "name", "state", "address", "forked_from", "snapshot_id", "volumes")}
+"""The keys of each entry. Only a few, because Ansible copies each result several times and forks can be many."""
+MAX_FORKS = 1000
 """Maximum number of forks in one request."""
 
 
 @dataclass(frozen=True)
-class Desired:
-    """The user's options. ``prefix`` is empty if the names were listed."""
+class DesiredState:
+    """The user's options. ``prefix`` is empty if the user listed the names."""
 
     names: tuple[str, ...]
     state: str
@@ -118,214 +118,225 @@ class Desired:
 
 
 @dataclass(frozen=True)
-class Current:
-    """The current state. ``things``: all siblings, and other sandboxes with requested names; ``siblings``: their names.
+class CurrentState:
+    """The current state.
 
-    ``source``: the shape of the snapshot or sandbox; None if it no longer exists, which only ``absent`` accepts.
-    ``volumes``: the gateway's entries by name. ``captures``: for each volume of the source, the id of its captured
-    snapshot; empty for a sandbox, which is captured by the clone request.
+    ``resources`` holds all siblings, and other sandboxes with requested names. ``siblings`` holds the names of the
+    siblings. ``source`` is the shape of the snapshot or sandbox; it is None if the source no longer exists, which only
+    ``absent`` accepts. ``volumes`` holds the gateway's entries by name. ``captures`` maps each volume of the source to
+    the id of its captured snapshot, or to an empty string if the clone request will capture it.
     """
 
-    things: Mapping[str, Mapping[str, Any]]
+    resources: Mapping[str, Mapping[str, Any]]
     siblings: frozenset[str]
-    now: datetime
+    gateway_time: datetime
     source: Mapping[str, Any] | None = None
-    taken: Mapping[str, str] = field(default_factory=dict)
+    taken_names: Mapping[str, str] = field(default_factory=dict)
     volumes: Mapping[str, Any] = field(default_factory=dict)
     captures: Mapping[str, str] = field(default_factory=dict)
 
 
-def desired(params: Mapping[str, Any]) -> Desired:
+def desired_state(params: Mapping[str, Any]) -> DesiredState:
     kind = "snapshot" if params.get("snapshot") else "sandbox"
     prefix = params.get("name_prefix") or ""
     absent = params["state"] == "absent"
-    return Desired(
-        names=_names(params, prefix),
+    return DesiredState(
+        names=_requested_names(params, prefix),
         state=params["state"],
         source_kind=kind,
         source=params[kind],
         prefix=prefix,
         exact=bool(params.get("exact")) or (absent and bool(prefix) and params.get("count") is None),
-        concurrency=at_least(params.get("concurrency"), 1, "concurrency"),
+        concurrency=require_minimum(params.get("concurrency"), 1, "concurrency"),
         atomic=params.get("atomic") is not False,
-        metadata=words(params.get("metadata"), "metadata"),
-        timeout=checked_timeout(params.get("timeout")),
+        metadata=stringify_values(params.get("metadata"), "metadata"),
+        timeout=validate_timeout(params.get("timeout")),
         paused=bool(params.get("paused")),
         cold_start=bool(params.get("cold_start")),
-        sizes={word: at_least(params[word], 1, word) for word in ("cpus", "memory_mb") if params.get(word) is not None},
-        mounts=desired_mounts(params.get("volumes")),
+        sizes={
+            option: require_minimum(params[option], 1, option)
+            for option in ("cpus", "memory_mb")
+            if params.get(option) is not None
+        },
+        mounts=parse_mounts(params.get("volumes")),
         recreate=bool(params.get("recreate")),
     )
 
 
-def _names(params: Mapping[str, Any], prefix: str) -> tuple[str, ...]:
-    count = at_least(params.get("count"), 0, "count")
+def _requested_names(params: Mapping[str, Any], prefix: str) -> tuple[str, ...]:
+    count = require_minimum(params.get("count"), 0, "count")
     if not prefix:
         names = params.get("names") or []
         if not names and params.get("exact"):
             return ()
-        return checked_names(names, "sandbox")
+        return validate_names(names, "sandbox")
     if count is None and params["state"] == "present":
         raise Failure("name_prefix needs count, the number of siblings: set it")
-    if count is not None and count > MOST:
-        raise Failure(f"count must be at most {MOST}, not {count}")
-    checked_names([f"{prefix}-{count or 1}"], "sandbox")
+    if count is not None and count > MAX_FORKS:
+        raise Failure(f"count must be at most {MAX_FORKS}, not {count}")
+    validate_names([f"{prefix}-{count or 1}"], "sandbox")
     return tuple(f"{prefix}-{number}" for number in range(1, (count or 0) + 1))
 
 
-def observe(client: Client, want: Desired) -> Current:
-    """Query the current state, with one request in the most frequent case: all siblings of a snapshot exist."""
+def observe(client: Client, want: DesiredState) -> CurrentState:
+    """Query the current state. Sends only one request if all siblings of a snapshot exist."""
     if want.source_kind == "snapshot" and want.mounts is None:
-        there = {shape["name"]: shape for shape in _forks(client, want.source)}
-        if _is_complete(want, there):
-            return Current(there, frozenset(there), client.now())
-    source, captures = _source(client, want)
-    everyone = {shape["name"]: shape for shape in map(sandbox_shape, client.pages("/sandboxes"))}
-    siblings = _siblings(client, want, source, everyone.values()) if source else frozenset()
-    things = {name: shape for name, shape in everyone.items() if name in siblings or name in want.names}
-    missing = [] if want.state == "absent" else [name for name in want.names if name not in everyone]
+        existing = {shape["name"]: shape for shape in _list_forks(client, want.source)}
+        if _is_complete(want, existing):
+            return CurrentState(existing, frozenset(existing), client.now())
+    source, captures = _find_source(client, want)
+    all_sandboxes = {shape["name"]: shape for shape in map(sandbox_shape, client.pages("/sandboxes"))}
+    siblings = _find_siblings(client, want, source, all_sandboxes.values()) if source else frozenset()
+    resources = {name: shape for name, shape in all_sandboxes.items() if name in siblings or name in want.names}
+    missing = [] if want.state == "absent" else [name for name in want.names if name not in all_sandboxes]
     volumes = {} if want.state == "absent" else find_volumes(client, want.mounts, source)
-    taken = holders(client, missing, other_than="sandbox")
-    return Current(things, siblings, client.now(), source, taken, volumes, captures)
+    taken_names = find_taken_names(client, missing, except_kind="sandbox")
+    return CurrentState(resources, siblings, client.now(), source, taken_names, volumes, captures)
 
 
-def _forks(client: Client, snapshot: str) -> Iterator[dict[str, Any]]:
+def _list_forks(client: Client, snapshot: str) -> Iterator[dict[str, Any]]:
     return map(sandbox_shape, client.pages("/sandboxes", snapshotID=snapshot))
 
 
-def _is_complete(want: Desired, there: Mapping[str, Mapping[str, Any]]) -> bool:
-    """Return whether all siblings exist and are alive, so that the plan needs no other data."""
-    return bool(there) and all(
-        name in there
-        and not _is_dead(there[name])
-        and all(there[name][key] == size for key, size in want.sizes.items())
+def _is_complete(want: DesiredState, existing: Mapping[str, Mapping[str, Any]]) -> bool:
+    """Return whether all siblings exist and are not dead, so that the plan needs no other data."""
+    return bool(existing) and all(
+        name in existing
+        and not _is_dead(existing[name])
+        and all(existing[name][key] == size for key, size in want.sizes.items())
         for name in want.names
     )
 
 
-def _source(client: Client, want: Desired) -> tuple[dict[str, Any] | None, dict[str, str]]:
-    """Return the shape of the source (None: it does not exist) and its captures of volumes."""
-    place = f"/{'snapshots' if want.source_kind == 'snapshot' else 'sandboxes'}/{segment(want.source)}"
-    found = client.find(place) if want.state == "absent" else client.get(place)
-    if found is None:
+def _find_source(client: Client, want: DesiredState) -> tuple[dict[str, Any] | None, dict[str, str]]:
+    """Return the shape of the source, or None if it does not exist, and the ids of its volume captures by name."""
+    path = f"/{'snapshots' if want.source_kind == 'snapshot' else 'sandboxes'}/{quote_segment(want.source)}"
+    entry = client.find(path) if want.state == "absent" else client.get(path)
+    if entry is None:
         return None, {}
     if want.source_kind == "snapshot":
-        return snapshot_shape(found), {each["name"]: each["snapshotID"] for each in found.get("volumes") or []}
-    shape = sandbox_shape(found)
+        return snapshot_shape(entry), {each["name"]: each["snapshotID"] for each in entry.get("volumes") or []}
+    shape = sandbox_shape(entry)
     return {**shape, "mounts": shape["volumes"]}, {each["name"]: "" for each in shape["volumes"]}
 
 
-def _siblings(
-    client: Client, want: Desired, source: Mapping[str, Any], everyone: Iterable[Mapping[str, Any]]
+def _find_siblings(
+    client: Client, want: DesiredState, source: Mapping[str, Any], all_sandboxes: Iterable[Mapping[str, Any]]
 ) -> frozenset[str]:
-    """Return the names of all forks of the snapshot, or of all clones: children of the sandbox from an unlisted
-    snapshot.
+    """Return the names of all forks of the snapshot, or of all clones of the sandbox.
+
+    A clone is a child of the sandbox that was forked from a snapshot that the gateway does not list.
     """
     if want.source_kind == "snapshot":
-        return frozenset(shape["name"] for shape in everyone if shape["forked_from"] == source["id"])
-    children = [shape for shape in everyone if shape["parent_sandbox_id"] == source["id"]]
-    shown = {entry["snapshotID"] for entry in client.pages("/snapshots", sandboxID=source["id"])} if children else set()
-    return frozenset(shape["name"] for shape in children if shape["forked_from"] not in shown)
+        return frozenset(shape["name"] for shape in all_sandboxes if shape["forked_from"] == source["id"])
+    children = [shape for shape in all_sandboxes if shape["parent_sandbox_id"] == source["id"]]
+    listed_ids = (
+        {entry["snapshotID"] for entry in client.pages("/snapshots", sandboxID=source["id"])} if children else set()
+    )
+    return frozenset(shape["name"] for shape in children if shape["forked_from"] not in listed_ids)
 
 
-def plan(want: Desired, have: Current) -> Plan:
-    """Fork all missing siblings in one request, then make changes in place, then remove surplus siblings."""
-    _check_not_itself(want, have)
+def plan(want: DesiredState, have: CurrentState) -> Plan:
+    """Plan one request that forks all missing siblings, then changes in place, then the removal of surplus siblings."""
+    _check_is_not_source(want, have)
     refused: dict[str, Failure] = {}
-    fresh: list[tuple[str, Mapping[str, Any] | None]] = []
+    to_fork: list[tuple[str, Mapping[str, Any] | None]] = []
     actions: list[Action] = []
     for name in want.names:
-        now = have.things.get(name)
+        current = have.resources.get(name)
         try:
             if want.state == "absent":
-                actions += _removal(want, have, name, now)
-            elif now is None or _must_replace(want, have, name, now):
-                fresh.append((name, _free(have, name, now)))
+                actions += _plan_removal(want, have, name, current)
+            elif current is None or _must_replace(want, have, name, current):
+                to_fork.append((name, _require_free_name(have, name, current)))
             else:
-                actions += _adjust(want, have, name, now)
+                actions += _plan_changes(want, have, name, current)
         except Failure as failure:
             refused[name] = failure
-    if fresh:
+    if to_fork:
         try:
-            actions.insert(0, _fork(want, have, fresh))
+            actions.insert(0, _plan_fork(want, have, to_fork))
         except Failure as failure:
-            refused.update((name, failure) for name, _now in fresh)
-    return Plan((*actions, *_surplus(want, have)), refused)
+            refused.update((name, failure) for name, _current in to_fork)
+    return Plan((*actions, *_plan_surplus_removal(want, have)), refused)
 
 
-def _check_not_itself(want: Desired, have: Current) -> None:
+def _check_is_not_source(want: DesiredState, have: CurrentState) -> None:
     ident = have.source["id"] if have.source is not None else ""
     for name in want.names:
-        if have.things.get(name, {}).get("id") == ident:
+        if have.resources.get(name, {}).get("id") == ident:
             raise Failure(f"sandbox {name!r} cannot be a clone of itself: choose other names for the clones")
 
 
-def _removal(want: Desired, have: Current, name: str, now: Mapping[str, Any] | None) -> list[Action]:
-    if now is None:
+def _plan_removal(want: DesiredState, have: CurrentState, name: str, current: Mapping[str, Any] | None) -> list[Action]:
+    if current is None:
         return []
     if name not in have.siblings:
-        raise _foreign(want, name, now)
-    return [remove(name, now)]
+        raise _foreign_sandbox_error(want, name, current)
+    return [remove(name, current)]
 
 
-def _foreign(want: Desired, name: str, now: Mapping[str, Any]) -> Failure:
-    hint = (
-        "set recreate: true to replace it, which loses its content, or choose another name"
+def _foreign_sandbox_error(want: DesiredState, name: str, current: Mapping[str, Any]) -> Failure:
+    remedy = (
+        "set recreate: true to replace it, which loses its contents, or choose another name"
         if want.state == "present"
         else "to remove it, use the module grove.sandbox.sandbox"
     )
     return Failure(
-        f"sandbox {name!r} exists but is not a fork of {want.source_kind} {want.source!r} (it was made from "
-        f"{now['forked_from']}): {hint}",
+        f"sandbox {name!r} exists but is not a fork of {want.source_kind} {want.source!r} (it was created from "
+        f"{current['forked_from']}): {remedy}",
         "conflict",
-        blockers=[now["id"]],
+        blockers=[current["id"]],
     )
 
 
-def _must_replace(want: Desired, have: Current, name: str, now: Mapping[str, Any]) -> bool:
-    """Return whether to replace the sibling. Raises Failure for another sandbox or a fixed property, unless
-    ``recreate`` is set.
+def _must_replace(want: DesiredState, have: CurrentState, name: str, current: Mapping[str, Any]) -> bool:
+    """Return whether to replace the sandbox called ``name``.
+
+    Without ``recreate``, raises Failure if it is not a sibling or differs in a fixed property.
     """
     if name not in have.siblings:
         if want.recreate:
             return True
-        raise _foreign(want, name, now)
-    other = [f"{key} {now[key]}, not {value}" for key, value in want.sizes.items() if now[key] != value]
+        raise _foreign_sandbox_error(want, name, current)
+    differences = [f"{key} {current[key]}, not {value}" for key, value in want.sizes.items() if current[key] != value]
     for mount in want.mounts or ():
-        if mount.clone and _clone_of(want, have, now, mount) is None:
-            other.append(f"no private clone of volume {mount.volume!r} at {mount.path}")
-    if other and not want.recreate:
+        if mount.clone and _find_clone(want, have, current, mount) is None:
+            differences.append(f"no private clone of volume {mount.volume!r} at {mount.path}")
+    if differences and not want.recreate:
         raise Failure(
-            f"sandbox {name!r} has {' and '.join(other)}, which cannot change during its lifetime: set "
-            "recreate: true to replace it, which loses its content",
+            f"sandbox {name!r} has {' and '.join(differences)}, which cannot change during its lifetime: set "
+            "recreate: true to replace it, which loses its contents",
             "conflict",
-            blockers=[now["id"]],
+            blockers=[current["id"]],
         )
-    return bool(other) or _is_dead(now)
+    return bool(differences) or _is_dead(current)
 
 
-def _clone_of(want: Desired, have: Current, now: Mapping[str, Any], mount: Mount) -> str | None:
-    """Return the name of the sibling's own clone for ``mount``, if it has one."""
-    for each in now["volumes"]:
+def _find_clone(want: DesiredState, have: CurrentState, current: Mapping[str, Any], mount: Mount) -> str | None:
+    """Return the name of the sibling's private clone for ``mount``, or None if it has none."""
+    for each in current["volumes"]:
         volume = have.volumes.get(each["name"], {})
-        right = want.source_kind == "sandbox" or volume.get("fromSnapshot") == have.captures.get(mount.volume)
-        if (each["path"], each["read_only"]) == (mount.path, mount.read_only) and right:
-            return each["name"] if volume.get("ownerSandboxID") == now["id"] else None
+        has_right_source = want.source_kind == "sandbox" or volume.get("fromSnapshot") == have.captures.get(
+            mount.volume
+        )
+        if (each["path"], each["read_only"]) == (mount.path, mount.read_only) and has_right_source:
+            return each["name"] if volume.get("ownerSandboxID") == current["id"] else None
     return None
 
 
-def _is_dead(now: Mapping[str, Any]) -> bool:
-    """Return whether the sandbox is paused because its machine ended or its host went down, not by a request."""
-    return now["state"] == "paused" and bool(now["state_reason"])
+def _is_dead(current: Mapping[str, Any]) -> bool:
+    """Return whether the sandbox is paused because its machine stopped or its host went down, not by a request."""
+    return current["state"] == "paused" and bool(current["state_reason"])
 
 
-def _free(have: Current, name: str, now: Mapping[str, Any] | None) -> Mapping[str, Any] | None:
-    if now is None and name in have.taken:
-        raise _refusals.name_taken(name, have.taken[name])
-    return now
+def _require_free_name(have: CurrentState, name: str, current: Mapping[str, Any] | None) -> Mapping[str, Any] | None:
+    if current is None and name in have.taken_names:
+        raise _refusals.name_taken(name, have.taken_names[name])
+    return current
 
 
-def _fork(want: Desired, have: Current, fresh: list[tuple[str, Mapping[str, Any] | None]]) -> Action:
+def _plan_fork(want: DesiredState, have: CurrentState, to_fork: list[tuple[str, Mapping[str, Any] | None]]) -> Action:
     source = have.source or {}
     if want.source_kind == "snapshot":
         check_sizes(want.sizes, source, want.cold_start)
@@ -334,15 +345,15 @@ def _fork(want: Desired, have: Current, fresh: list[tuple[str, Mapping[str, Any]
         # A clone continues from the memory of its source on every host that captures memory.
         check_sizes(want.sizes, {**source, "memory": "auto"}, want.cold_start)
     check_mounts(want.mounts, source, have.volumes)
-    _check_captured(want, have)
-    changes = tuple(_change(name, now, _after(want, source, name)) for name, now in fresh)
+    _check_captures_exist(want, have)
+    changes = tuple(_change(name, current, _view_after_fork(want, source, name)) for name, current in to_fork)
     body: dict[str, Any] = {
-        "names": [name for name, _now in fresh],
+        "names": [name for name, _current in to_fork],
         "atomic": want.atomic,
-        **size_words(want.sizes),
+        **size_fields(want.sizes),
     }
     if want.mounts is not None:
-        body["volumeMounts"] = [mount.words() for mount in want.mounts]
+        body["volumeMounts"] = [mount.request_fields() for mount in want.mounts]
     if want.concurrency is not None:
         body["concurrency"] = want.concurrency
     if want.metadata:
@@ -353,25 +364,29 @@ def _fork(want: Desired, have: Current, fresh: list[tuple[str, Mapping[str, Any]
         body["paused"] = True
     if want.cold_start:
         body["coldStart"] = True
-    old = tuple((now["id"], now["name"], aside(now["name"], now["id"])) for _name, now in fresh if now is not None)
+    replaced = tuple(
+        (current["id"], current["name"], temporary_name(current["name"], current["id"]))
+        for _name, current in to_fork
+        if current is not None
+    )
     verb = "fork" if want.source_kind == "snapshot" else "clone"
-    request = {"source": source.get("id", ""), "ref": (want.source_kind, want.source), "body": body, "old": old}
+    request = {"source": source.get("id", ""), "ref": (want.source_kind, want.source), "body": body, "old": replaced}
     return Action(verb, changes, request)
 
 
-def _change(name: str, now: Mapping[str, Any] | None, after: Mapping[str, Any]) -> Change:
-    return Change(name, None if now is None else succeeded(view(now), after), after)
+def _change(name: str, current: Mapping[str, Any] | None, after: Mapping[str, Any]) -> Change:
+    return Change(name, None if current is None else keep_common_keys(view(current), after), after)
 
 
-def _check_captured(want: Desired, have: Current) -> None:
-    """Raise Failure if the source does not include a volume that should be cloned."""
+def _check_captures_exist(want: DesiredState, have: CurrentState) -> None:
+    """Raise Failure if the source does not include a volume that the user wants to clone."""
     for mount in want.mounts or ():
         if not mount.clone or mount.volume in have.captures:
             continue
         raise _refusals.nothing_to_clone(mount.volume, want.source_kind, want.source)
 
 
-def _after(want: Desired, source: Mapping[str, Any], name: str) -> dict[str, Any]:
+def _view_after_fork(want: DesiredState, source: Mapping[str, Any], name: str) -> dict[str, Any]:
     after: dict[str, Any] = {
         "name": name,
         "state": "paused" if want.paused else "running",
@@ -390,87 +405,97 @@ def _after(want: Desired, source: Mapping[str, Any], name: str) -> dict[str, Any
     return after
 
 
-def _adjust(want: Desired, have: Current, name: str, now: Mapping[str, Any]) -> list[Action]:
-    """Return the changes in place. A sibling is resumed first and paused last."""
-    if _is_as_requested(want, now):
+def _plan_changes(want: DesiredState, have: CurrentState, name: str, current: Mapping[str, Any]) -> list[Action]:
+    """Return the actions that change an existing sibling. Resuming comes first, pausing last."""
+    if _matches_request(want, current):
         return []
-    before = view(now)
-    check_there(want.mounts, have.volumes)
+    before = view(current)
+    check_volumes_exist(want.mounts, have.volumes)
     actions: list[Action] = []
     if not want.paused and before["state"] == "paused":
-        actions.append(Action("resume", (Change(name, before, {**before, "state": "running"}),), {"id": now["id"]}))
+        actions.append(Action("resume", (Change(name, before, {**before, "state": "running"}),), {"id": current["id"]}))
         before = view_after(actions, before)
     if want.metadata is not None and want.metadata != before["metadata"]:
         after = {**before, "metadata": dict(want.metadata)}
-        request = {"id": now["id"], "body": {"metadata": dict(want.metadata)}}
+        request = {"id": current["id"], "body": {"metadata": dict(want.metadata)}}
         actions.append(Action("update", (Change(name, before, after),), request))
         before = after
-    actions += remount(name, now, before, _mounts_of(want, have, now))
+    actions += plan_remounts(name, current, before, _resolve_mounts(want, have, current))
     before = view_after(actions, before)
     if lifetime_differs(want.timeout, before["timeout"]):
         after = {**before, "timeout": want.timeout}
-        request = {"id": now["id"], "end": end_of_life(want.timeout, name, now, have.now)}
+        request = {"id": current["id"], "end": lifetime_end(want.timeout, name, current, have.gateway_time)}
         actions.append(Action("set_timeout", (Change(name, before, after),), request))
         before = after
     if want.paused and before["state"] == "running":
-        actions.append(Action("pause", (Change(name, before, {**before, "state": "paused"}),), {"id": now["id"]}))
+        actions.append(Action("pause", (Change(name, before, {**before, "state": "paused"}),), {"id": current["id"]}))
     return actions
 
 
-def _is_as_requested(want: Desired, now: Mapping[str, Any]) -> bool:
-    """Return whether nothing has to change. Compares without views, which would be slow for a hundred siblings."""
+def _matches_request(want: DesiredState, current: Mapping[str, Any]) -> bool:
+    """Return whether the sibling needs no change. Does not create views, which would be slow for a hundred siblings."""
     state = "paused" if want.paused else "running"
-    same_life = want.timeout is None or not lifetime_differs(want.timeout, lifetime(now))
-    return now["state"] == state and want.metadata in (None, now["metadata"]) and want.mounts is None and same_life
+    has_same_lifetime = want.timeout is None or not lifetime_differs(want.timeout, lifetime(current))
+    return (
+        current["state"] == state
+        and want.metadata in (None, current["metadata"])
+        and want.mounts is None
+        and has_same_lifetime
+    )
 
 
-def _mounts_of(want: Desired, have: Current, now: Mapping[str, Any]) -> tuple[Mount, ...] | None:
-    """Return the requested mounts, with the names of this sibling's clones."""
+def _resolve_mounts(want: DesiredState, have: CurrentState, current: Mapping[str, Any]) -> tuple[Mount, ...] | None:
+    """Return the requested mounts, with the names of this sibling's clones in place of the cloned volumes."""
     if want.mounts is None:
         return None
     return tuple(
-        Mount(_clone_of(want, have, now, mount) or mount.volume, mount.path, mount.read_only) if mount.clone else mount
+        Mount(_find_clone(want, have, current, mount) or mount.volume, mount.path, mount.read_only)
+        if mount.clone
+        else mount
         for mount in want.mounts
     )
 
 
-def _surplus(want: Desired, have: Current) -> list[Action]:
-    """Remove surplus siblings. With a prefix, remove only siblings whose names are the prefix and a number."""
+def _plan_surplus_removal(want: DesiredState, have: CurrentState) -> list[Action]:
+    """Plan the removal of surplus siblings. With a prefix, these are only siblings named by the prefix and a number."""
     if not want.exact:
         return []
-    ours = re.compile(re.escape(want.prefix) + r"-[1-9]\d*" if want.prefix else r".*")
-    extra = [name for name in have.siblings if name not in want.names and ours.fullmatch(name)]
-    return [remove(name, have.things[name]) for name in sorted(extra, key=_in_order)]
+    pattern = re.compile(re.escape(want.prefix) + r"-[1-9]\d*" if want.prefix else r".*")
+    surplus = [name for name in have.siblings if name not in want.names and pattern.fullmatch(name)]
+    return [remove(name, have.resources[name]) for name in sorted(surplus, key=_natural_sort_key)]
 
 
-def _in_order(name: str) -> tuple[str, int, str]:
-    found = re.fullmatch(r"(.*?)(\d{1,9})", name)
-    return (found.group(1), int(found.group(2)), name) if found else (name, 0, name)
+def _natural_sort_key(name: str) -> tuple[str, int, str]:
+    match = re.fullmatch(r"(.*?)(\d{1,9})", name)
+    return (match.group(1), int(match.group(2)), name) if match else (name, 0, name)
 
 
 def apply(action: Action, client: Client) -> dict[str, Failure]:
-    """Carry out one action. Returns the failures by name if the request was not atomic. Raises Failure."""
+    """Carry out one action. Raises Failure.
+
+    If only some forks of a request that is not atomic fail, returns their failures by name.
+    """
     if action.verb not in ("fork", "clone"):
-        apply_to_one(action, client)
+        apply_to_sandbox(action, client)
         return {}
     request = action.request
-    place = "/snapshots/{}/fork" if action.verb == "fork" else "/sandboxes/{}/clone"
+    path = "/snapshots/{}/fork" if action.verb == "fork" else "/sandboxes/{}/clone"
     body = dict(request["body"])
     if request["old"]:
         # All replacements must exist before the first old sandbox is removed.
         body["atomic"] = True
-    with still_there(*request["ref"], request["source"]):
-        answer = replace(
-            client, list(request["old"]), lambda: client.post(place.format(segment(request["source"])), body)
+    with explaining_removal(*request["ref"], request["source"]):
+        response = replace(
+            client, list(request["old"]), lambda: client.post(path.format(quote_segment(request["source"])), body)
         )
-    return _failed(answer)
+    return _failures_by_name(response)
 
 
-def _failed(answer: Any) -> dict[str, Failure]:
+def _failures_by_name(response: Any) -> dict[str, Failure]:
     errors = (
-        answer.get("errors") or []
-        if isinstance(answer, dict)
-        else [item["error"] for item in answer or [] if item.get("error")]
+        response.get("errors") or []
+        if isinstance(response, dict)
+        else [item["error"] for item in response or [] if item.get("error")]
     )
     return {
         error.get("name", ""): Failure(
@@ -480,10 +505,10 @@ def _failed(answer: Any) -> dict[str, Failure]:
     }
 
 
-def lists(want: Desired) -> dict[str, tuple[str, ...]]:
-    """Return the lists of a result, in order: key → names."""
+def result_lists(want: DesiredState) -> dict[str, tuple[str, ...]]:
+    """Return the keys of the result's lists, in order, with the names of the resources in each list."""
     return {PLURAL: want.names}
 
 
-def things_of(want: Desired, have: Current) -> Mapping[str, Mapping[str, Any]]:
-    return have.things
+def resources_by_name(want: DesiredState, have: CurrentState) -> Mapping[str, Mapping[str, Any]]:
+    return have.resources

@@ -2,7 +2,7 @@
 # GNU General Public License v3.0+ (see COPYING or https://www.gnu.org/licenses/gpl-3.0.txt)
 # SPDX-License-Identifier: GPL-3.0-or-later
 
-"""Implement the ``*_info`` modules: lists of resources in the same shapes as in the results of the other modules."""
+"""Implement the ``*_info`` modules, which list resources in the same shapes as the results of the other modules."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Optional
 from urllib.parse import urlencode
 
-from ansible_collections.grove.sandbox.plugins.module_utils._client import segment
+from ansible_collections.grove.sandbox.plugins.module_utils._client import quote_segment
 from ansible_collections.grove.sandbox.plugins.module_utils._failure import Failure
-from ansible_collections.grove.sandbox.plugins.module_utils._plan import words
+from ansible_collections.grove.sandbox.plugins.module_utils._plan import stringify_values
 from ansible_collections.grove.sandbox.plugins.module_utils._shapes import (
     sandbox_shape,
     snapshot_shape,
@@ -25,16 +25,16 @@ if TYPE_CHECKING:
     from ansible_collections.grove.sandbox.plugins.module_utils._client import Client
 
 Shape = Callable[["Client", "dict[str, Any]"], Optional["dict[str, Any]"]]
-"""A function that returns the shape of a list entry, or None if the resource has been removed since."""
-_NAME = {"name": {"type": "list", "elements": "str", "aliases": ["names"]}}
+"""A function that returns the shape of a list entry, or None if the resource has been removed in the meantime."""
+_NAME_OPTION = {"name": {"type": "list", "elements": "str", "aliases": ["names"]}}
 
 
 @dataclass(frozen=True)
 class Listing:
-    """One kind of resource, and the options that select from it.
+    """Lists one kind of resource.
 
-    ``plural``: the path of the gateway's list and the key of the result; ``ident``: the gateway's field for the id;
-    ``queries``: option → the gateway's query parameter.
+    ``plural`` is both the path of the gateway's list and the key of the result. ``ident`` is the gateway's field for
+    the id. ``options`` are the module options that select entries. ``queries`` maps them to query parameters.
     """
 
     plural: str
@@ -45,38 +45,38 @@ class Listing:
 
     @property
     def ARGUMENTS(self) -> dict[str, Any]:
-        return {**_NAME, **self.options}
+        return {**_NAME_OPTION, **self.options}
 
     @property
     def RULES(self) -> dict[str, Any]:
         return {}
 
     def result(self, client: Client, params: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the module's result: the selected resources. Raises Failure."""
-        query = {theirs: _word(params.get(ours)) for ours, theirs in self.queries.items()}
+        """Return the module's result, which contains the selected resources. Raises Failure."""
+        query = {parameter: _query_value(params.get(option)) for option, parameter in self.queries.items()}
         names = params.get("name")
         entries = client.pages(f"/{self.plural}", **query)
-        found = [
+        shapes = [
             self.shape(client, entry)
             for entry in entries
             if names is None or not self._names_of(entry).isdisjoint(names)
         ]
-        return {"changed": False, self.plural: [shape for shape in found if shape is not None]}
+        return {"changed": False, self.plural: [shape for shape in shapes if shape is not None]}
 
     def _names_of(self, entry: Mapping[str, Any]) -> set[str]:
         return {str(entry.get("name")), str(entry[self.ident]), *(entry.get("names") or [])}
 
 
-def _word(value: Any) -> Any:
+def _query_value(value: Any) -> Any:
     """Return the value as a query parameter. The client omits None and empty values."""
     if isinstance(value, dict):
-        return urlencode(words(value, "metadata") or {})
+        return urlencode(stringify_values(value, "metadata") or {})
     return ",".join(value) if isinstance(value, list) else value or None
 
 
-def _volume(client: Client, volume: dict[str, Any]) -> dict[str, Any] | None:
+def _fetch_volume_shape(client: Client, volume: dict[str, Any]) -> dict[str, Any] | None:
     try:
-        return volume_shape(volume, client.pages(f"/volumes/{segment(volume['name'])}/snapshots"))
+        return volume_shape(volume, client.pages(f"/volumes/{quote_segment(volume['name'])}/snapshots"))
     except Failure as failure:
         if failure.kind == "not_found":
             return None
@@ -112,4 +112,4 @@ SNAPSHOTS = Listing(
     {"sandbox": "sandboxID", "template": "templateID"},
 )
 TEMPLATES = Listing("templates", "templateID", lambda _client, entry: template_shape(entry))
-VOLUMES = Listing("volumes", "volumeID", _volume)
+VOLUMES = Listing("volumes", "volumeID", _fetch_volume_shape)

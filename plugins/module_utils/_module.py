@@ -2,7 +2,7 @@
 # GNU General Public License v3.0+ (see COPYING or https://www.gnu.org/licenses/gpl-3.0.txt)
 # SPDX-License-Identifier: GPL-3.0-or-later
 
-"""Arguments shared by modules and action plugins, and the entry point of modules on the managed host."""
+"""The options that all modules share, and the entry point of a module on the managed host."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from ansible_collections.grove.sandbox.plugins.module_utils._failure import Fail
 from ansible_collections.grove.sandbox.plugins.module_utils._run import HIDDEN, run
 
 if TYPE_CHECKING:
-    from ansible_collections.grove.sandbox.plugins.module_utils._thing import Thing
+    from ansible_collections.grove.sandbox.plugins.module_utils._thing import ResourceKind
 
 URL_VARIABLE = "SANDBOX_GATEWAY_URL"
 TOKEN_VARIABLE = "SANDBOX_GATEWAY_TOKEN"
@@ -32,40 +32,40 @@ COMMON: dict[str, Any] = {
 }
 
 
-def arguments(thing: Thing) -> dict[str, Any]:
-    """Return the argument specification of ``thing``, with the common options."""
-    return copy.deepcopy({**COMMON, **thing.ARGUMENTS})
+def argument_spec(resource_kind: ResourceKind) -> dict[str, Any]:
+    """Return the argument specification of ``resource_kind``, with the common options."""
+    return copy.deepcopy({**COMMON, **resource_kind.ARGUMENTS})
 
 
-class _Module(AnsibleModule):
+class _GatewayModule(AnsibleModule):
     def fail_json(self, msg: str, **result: Any) -> NoReturn:
-        """Give Ansible's own errors (an unknown option, a wrong type) the shape of all other failures."""
+        """Report Ansible's own errors, such as an unknown option, in the same form as all other failures."""
         super().fail_json(msg, **{"failure": Failure(msg).as_dict(), **result})
 
 
-def main(thing: Thing) -> None:
-    """Run ``thing`` as a module."""
-    # The invocation is not logged, because `env` may hold secrets. As a no_log option, `env` would not work: Ansible
+def main(resource_kind: ResourceKind) -> None:
+    """Run ``resource_kind`` as a module."""
+    # The invocation is not logged, because `env` may contain secrets. As a no_log option, `env` would not work: Ansible
     # would censor its values, even short ones, in all results.
-    module = _Module(arguments(thing), supports_check_mode=True, no_log=True, **thing.RULES)
-    result = run(thing, module.params, check=module.check_mode)
+    module = _GatewayModule(argument_spec(resource_kind), supports_check_mode=True, no_log=True, **resource_kind.RULES)
+    result = run(resource_kind, module.params, check=module.check_mode)
     if not module._diff:
-        del_diff(result)
-    result["invocation"] = {"module_args": shown(module.params)}
+        remove_diff(result)
+    result["invocation"] = {"module_args": redact_options(module.params)}
     if result.pop("failed", False):
         module.fail_json(**result)
     module.exit_json(**result)
 
 
-def del_diff(result: dict[str, Any]) -> None:
+def remove_diff(result: dict[str, Any]) -> None:
     result.pop("diff", None)
 
 
-def shown(params: dict[str, Any]) -> dict[str, Any]:
-    """Return the options with their secrets hidden."""
-    visible = dict(params)
-    if visible.get("gateway_token"):
-        visible["gateway_token"] = HIDDEN
-    if visible.get("env"):
-        visible["env"] = dict.fromkeys(visible["env"], HIDDEN)
-    return visible
+def redact_options(params: dict[str, Any]) -> dict[str, Any]:
+    """Return the options with their secrets masked."""
+    redacted = dict(params)
+    if redacted.get("gateway_token"):
+        redacted["gateway_token"] = HIDDEN
+    if redacted.get("env"):
+        redacted["env"] = dict.fromkeys(redacted["env"], HIDDEN)
+    return redacted

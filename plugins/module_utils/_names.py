@@ -2,7 +2,7 @@
 # GNU General Public License v3.0+ (see COPYING or https://www.gnu.org/licenses/gpl-3.0.txt)
 # SPDX-License-Identifier: GPL-3.0-or-later
 
-"""Find taken names: sandboxes, snapshots, templates and volumes share one namespace."""
+"""Find names that are already taken, since sandboxes, snapshots, templates and volumes share one namespace."""
 
 from __future__ import annotations
 
@@ -12,23 +12,23 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from ansible_collections.grove.sandbox.plugins.module_utils._client import Client
 
-_LISTS = {"sandbox": "/sandboxes", "snapshot": "/snapshots", "template": "/templates", "volume": "/volumes"}
+_LIST_PATHS = {"sandbox": "/sandboxes", "snapshot": "/snapshots", "template": "/templates", "volume": "/volumes"}
 
 
-def holders(client: Client, names: Iterable[str], *, other_than: str) -> dict[str, str]:
-    """Return the ``names`` taken by resources of other kinds: name → kind. Sends no request without names."""
-    wanted = set(names)
-    if not wanted:
+def find_taken_names(client: Client, names: Iterable[str], *, except_kind: str) -> dict[str, str]:
+    """Return which ``names`` belong to resources of other kinds, with the kinds. Sends no request without names."""
+    requested = set(names)
+    if not requested:
         return {}
-    query = {"name": next(iter(wanted))} if len(wanted) == 1 else {}
-    taken = {}
-    for kind, place in _LISTS.items():
-        if kind == other_than:
+    query = {"name": next(iter(requested))} if len(requested) == 1 else {}
+    taken_names = {}
+    for kind, path in _LIST_PATHS.items():
+        if kind == except_kind:
             continue
-        for entry in client.pages(place, **query):
+        for entry in client.pages(path, **query):
             if entry.get("buildStatus", "ready") != "ready":
                 continue
             for name in [entry.get("name"), *(entry.get("names") or [])]:
-                if name in wanted:
-                    taken[name] = kind
-    return taken
+                if name in requested:
+                    taken_names[name] = kind
+    return taken_names

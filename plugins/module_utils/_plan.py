@@ -2,9 +2,9 @@
 # GNU General Public License v3.0+ (see COPYING or https://www.gnu.org/licenses/gpl-3.0.txt)
 # SPDX-License-Identifier: GPL-3.0-or-later
 
-"""Plans as data: actions with the states before and after. Independent of Ansible and the network.
+"""Plans: lists of actions with the state of each resource before and after. Independent of Ansible and the network.
 
-A *view* is the declared part of a resource as a dict. Plans compare and change views, and diffs show them.
+A *view* is a dict with the properties of a resource that a task can declare. Plans compare views; diffs show them.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ from ansible_collections.grove.sandbox.plugins.module_utils._shapes import KEYS,
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,63}")
 SANDBOX, SNAPSHOT, TEMPLATE, VOLUME = "sandbox", "snapshot", "template", "volume"
-_ANEW = ("build", "clone", "fork", "replace")
-"""Verbs that create another resource under the same name."""
-_UNSETTLED = {
+_RECREATING_VERBS = ("build", "clone", "fork", "replace")
+"""Verbs of actions that create another resource under the same name."""
+_UNKNOWN_KEYS = {
     "attach": ("used_mb",),
     "capture": ("used_mb",),
     "detach": ("used_mb",),
@@ -33,12 +33,12 @@ _UNSETTLED = {
     "rollback": ("address", "started_at", "state_reason", "used_mb", "volumes"),
     "set_timeout": ("end_at",),
 }
-"""Keys whose new values are unknown until the action is done, by verb."""
+"""For each verb, the keys whose new values are unknown until the action has been carried out."""
 
 
 @dataclass(frozen=True)
 class Change:
-    """A change of one resource: its view before (None: it does not exist) and after (None: it is removed)."""
+    """A change of one resource. ``before`` is None if it is created, ``after`` is None if it is removed."""
 
     name: str
     before: Mapping[str, Any] | None
@@ -48,7 +48,7 @@ class Change:
 
 @dataclass(frozen=True)
 class Action:
-    """One step, which succeeds or fails as a whole: ``apply`` does ``verb`` with ``request``."""
+    """One step of a plan. ``request`` contains the arguments that ``apply`` needs for ``verb``."""
 
     verb: str
     changes: tuple[Change, ...]
@@ -57,20 +57,20 @@ class Action:
 
 @dataclass(frozen=True)
 class Plan:
-    """The actions in order, and the refusals by name."""
+    """The actions, in order, and the failures of refused resources by name."""
 
     actions: tuple[Action, ...] = ()
     refused: Mapping[str, Failure] = field(default_factory=dict)
 
 
 class Planner:
-    """Builds a plan item by item. A refused item does not affect the actions of the others."""
+    """Builds a plan one resource at a time. A refused resource does not affect the actions of the others."""
 
     def __init__(self) -> None:
         self._actions: list[Action] = []
         self._refused: dict[str, Failure] = {}
 
-    def item(self, name: str, plan_one: Any) -> None:
+    def add(self, name: str, plan_one: Any) -> None:
         """Add the actions for ``name`` from ``plan_one()``, or store the Failure that it raises."""
         try:
             self._actions.extend(plan_one())
@@ -82,7 +82,7 @@ class Planner:
 
 
 def diff(actions: Iterable[Action]) -> dict[str, dict[str, Any]]:
-    """Return all changed resources before and after ``actions``, by name. Nonexistent resources have no key."""
+    """Return the views of all changed resources before and after ``actions``, by name. Omits nonexistent resources."""
     first: dict[str, Mapping[str, Any] | None] = {}
     last: dict[str, Mapping[str, Any] | None] = {}
     for action in actions:
@@ -96,7 +96,7 @@ def diff(actions: Iterable[Action]) -> dict[str, dict[str, Any]]:
 
 
 def predict(shapes: Mapping[str, Mapping[str, Any]], actions: Iterable[Action]) -> dict[str, dict[str, Any]]:
-    """Return the shapes after ``actions``. Values that only a run creates (ids, dates, addresses) are None."""
+    """Return the expected shapes after ``actions``. Values that only a run creates (ids, dates, addresses) are None."""
     result = {name: dict(shape) for name, shape in shapes.items()}
     for action in actions:
         for change in action.changes:
@@ -104,38 +104,36 @@ def predict(shapes: Mapping[str, Mapping[str, Any]], actions: Iterable[Action]) 
                 result.pop(change.name, None)
                 continue
             keys = KEYS[change.kind]
-            fresh = change.before is None or action.verb in _ANEW
-            known = dict.fromkeys(keys) if fresh else result.get(change.name, dict.fromkeys(keys))
-            known.update((key, None) for key in _UNSETTLED.get(action.verb, ()) if key in keys)
-            result[change.name] = {**known, **{key: value for key, value in change.after.items() if key in keys}}
+            is_new = change.before is None or action.verb in _RECREATING_VERBS
+            shape = dict.fromkeys(keys) if is_new else result.get(change.name, dict.fromkeys(keys))
+            shape.update((key, None) for key in _UNKNOWN_KEYS.get(action.verb, ()) if key in keys)
+            result[change.name] = {**shape, **{key: value for key, value in change.after.items() if key in keys}}
     return result
 
 
-def checked_names(names: Iterable[str], what: str) -> tuple[str, ...]:
-    """Return the names. Raises Failure if a name is invalid or is listed twice."""
+def validate_names(names: Iterable[str], kind: str) -> tuple[str, ...]:
+    """Return the names. Raises Failure if the list is empty, or a name is invalid or listed twice."""
     result = []
     for name in names:
         if not _NAME.fullmatch(name):
-            raise _refusals.name_not_allowed(what, name)
+            raise _refusals.name_not_allowed(kind, name)
         if name in result:
-            raise Failure(f"the {what} name {name!r} is listed twice: list each name once")
+            raise Failure(f"the {kind} name {name!r} is listed twice: list each name once")
         result.append(str(name))
     if not result:
-        raise Failure(f"the list of {what} names is empty: list at least one name")
+        raise Failure(f"the list of {kind} names is empty: list at least one name")
     return tuple(result)
 
 
-def words(values: Mapping[str, Any] | None, what: str) -> dict[str, str] | None:
-    """Return the mapping with values as strings, as the gateway stores them: numbers in digits, and booleans as true or
-    false.
-    """
+def stringify_values(values: Mapping[str, Any] | None, option: str) -> dict[str, str] | None:
+    """Return the mapping with all values converted to strings, as the gateway stores them. Raises Failure."""
     if values is None:
         return None
     result = {}
     for key, value in values.items():
         if isinstance(value, (dict, list, tuple)) or value is None:
-            raise Failure(f"{what}.{key} must be a string, a number or a boolean")
-        if what == "metadata" and str(key).startswith(RESERVED):
+            raise Failure(f"{option}.{key} must be a string, a number or a boolean")
+        if option == "metadata" and str(key).startswith(RESERVED):
             raise Failure(
                 f"metadata.{key} is not allowed, because Ansible reserves keys that begin with {RESERVED}: "
                 "choose another key"
@@ -144,17 +142,17 @@ def words(values: Mapping[str, Any] | None, what: str) -> dict[str, str] | None:
     return result
 
 
-def at_least(value: Any, least: int, what: str) -> Any:
-    """Return ``value``, which may be None. Raises Failure if it is less than ``least``."""
-    if value is not None and value < least:
-        raise Failure(f"{what} must be at least {least}, not {value}")
+def require_minimum(value: Any, minimum: int, option: str) -> Any:
+    """Return ``value``, which may be None. Raises Failure if it is less than ``minimum``."""
+    if value is not None and value < minimum:
+        raise Failure(f"{option} must be at least {minimum}, not {value}")
     return value
 
 
-def networks(addresses: Iterable[str]) -> list[str]:
-    """Return addresses and CIDRs, normalized and sorted so that equal sets compare equal.
+def normalize_networks(addresses: Iterable[str]) -> list[str]:
+    """Return the addresses and networks in CIDR notation, sorted, so that equal sets compare equal.
 
-    Invalid entries are not changed.
+    Invalid entries stay unchanged, because the gateway reports them.
     """
     result = set()
     for address in addresses:
@@ -165,11 +163,11 @@ def networks(addresses: Iterable[str]) -> list[str]:
     return sorted(result)
 
 
-def succeeded(before: Mapping[str, Any], after: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the items of ``before`` whose keys are also in ``after``, the view of its replacement."""
+def keep_common_keys(before: Mapping[str, Any], after: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the items of the view ``before`` whose keys are also in ``after``, the view of the replacement."""
     return {key: value for key, value in before.items() if key in after}
 
 
-def aside(name: str, ident: str) -> str:
-    """Return a free temporary name for a resource while its replacement is created."""
+def temporary_name(name: str, ident: str) -> str:
+    """Return a temporary name for a resource while its replacement is created."""
     return f"{name[:50]}.old-{ident[:8]}"

@@ -2,9 +2,9 @@
 # GNU General Public License v3.0+ (see COPYING or https://www.gnu.org/licenses/gpl-3.0.txt)
 # SPDX-License-Identifier: GPL-3.0-or-later
 
-"""Create the errors with which the gateway would refuse a request, worded for playbooks.
+"""Create the errors of requests that the gateway would refuse.
 
-Check mode only reads from the gateway, so plans must apply the gateway's rules. The messages name module options,
+Check mode only reads from the gateway, so plans must apply the gateway's rules. These messages name module options,
 whereas the gateway's messages name fields of its API.
 """
 
@@ -15,13 +15,13 @@ from typing import Any
 
 from ansible_collections.grove.sandbox.plugins.module_utils._failure import Failure
 
-_SHOWN = 20
+_MAX_NAMES = 20
 """Maximum number of names in a message."""
 
 
-def name_not_allowed(what: str, name: str) -> Failure:
+def name_not_allowed(kind: str, name: str) -> Failure:
     return Failure(
-        f"the {what} name {_shortened(name)!r} is not allowed: use 1 to 64 letters, digits, '_', '.' or '-', "
+        f"the {kind} name {_shorten(name)!r} is not allowed: use 1 to 64 letters, digits, '_', '.' or '-', "
         "starting with a letter or digit"
     )
 
@@ -34,25 +34,26 @@ def name_taken(name: str, kind: str) -> Failure:
     )
 
 
-def in_use(what: str, name: str, users: Mapping[str, Sequence[str]]) -> Failure:
-    """Return the error for a snapshot or template in use. ``users``: names by kind of object."""
-    shown = " and ".join(
-        f"{kind}s ({', '.join(names[:_SHOWN])}{', …' if len(names) > _SHOWN else ''})" for kind, names in users.items()
+def in_use(kind: str, name: str, users: Mapping[str, Sequence[str]]) -> Failure:
+    """Return the error for a snapshot or template in use. ``users``: names by kind of resource."""
+    users_text = " and ".join(
+        f"{user_kind}s ({', '.join(names[:_MAX_NAMES])}{', …' if len(names) > _MAX_NAMES else ''})"
+        for user_kind, names in users.items()
     )
     return Failure(
-        f"{what} {name!r} is in use by {shown}: remove them first, or set when_unused: true to hide it now "
-        "and have it removed with the last of them",
+        f"{kind} {name!r} is in use by {users_text}: remove them first, or set when_unused: true to hide it now "
+        "and remove it with its last user",
         "in_use",
         blockers=[name for names in users.values() for name in names],
     )
 
 
-def building(name: str) -> Failure:
-    return Failure(f"template {name!r} is being built and cannot be removed yet: wait for the build", "conflict")
+def template_building(name: str) -> Failure:
+    return Failure(f"template {name!r} is being built and cannot be removed yet: wait until the build ends", "conflict")
 
 
-def other_sizes(source: str, sizes: Iterable[str]) -> Failure:
-    """Return the error for other sizes than the source's. ``sizes``: each as "NAME OWN, not WANTED"."""
+def sizes_differ(source: str, sizes: Iterable[str]) -> Failure:
+    """Return the error for sizes that differ from the source's. ``sizes``: each as "NAME CURRENT, not REQUESTED"."""
     return Failure(
         f"{source!r} includes the memory of a machine with {' and '.join(sizes)}: do not change the sizes, "
         "or set cold_start: true to boot from its disk instead",
@@ -61,7 +62,7 @@ def other_sizes(source: str, sizes: Iterable[str]) -> Failure:
 
 
 def smaller_disk(size: int, source: int) -> Failure:
-    return Failure(f"disk_mb {size} is less than the {source} MiB of the source: set it to at least that size")
+    return Failure(f"disk_mb {size} is less than the {source} MiB of the source: set disk_mb to at least {source}")
 
 
 def paused_for_capture(name: str, ident: str) -> Failure:
@@ -99,7 +100,7 @@ def volumes_lost(source: str, volumes: Sequence[str]) -> Failure:
 
 def volume_not_mounted(volume: str, sandbox: str, ident: str) -> Failure:
     return Failure(
-        f"volume {volume!r} is not mounted in sandbox {sandbox!r}, so its snapshot cannot include the volume: "
+        f"volume {volume!r} is not mounted in sandbox {sandbox!r}, so a snapshot of the sandbox cannot include it: "
         "attach it first, or take a snapshot of the volume alone with the module grove.sandbox.sandbox_volume",
         blockers=[ident],
     )
@@ -109,49 +110,50 @@ def nothing_to_clone(volume: str, source_kind: str, source: str) -> Failure:
     if source_kind == "sandbox":
         return Failure(
             f"volume {volume!r} is not mounted in sandbox {source!r}, so it cannot be cloned with the "
-            "sandbox: attach it there first, or mount the volume itself with clone: false"
+            "sandbox: attach it to the sandbox first, or mount the volume itself with clone: false"
         )
     return Failure(
         f"snapshot {source!r} does not include volume {volume!r}, so it cannot be cloned: take a snapshot "
-        "with the volume, or mount the volume itself with clone: false"
+        "that includes it, or mount the volume itself with clone: false"
     )
 
 
 def volume_has_writers(name: str, writers: Iterable[Any]) -> Failure:
-    """Return the error for a volume with writers. ``writers``: attachments as in a volume's shape."""
-    found = list(writers)
+    """Return the error for a volume with writers. ``writers``: their attachments, as in a volume's shape."""
+    attachments = list(writers)
     return Failure(
-        f"volume {name!r} is mounted read-write in {', '.join(each['sandbox'] for each in found)}: detach "
-        "it there first, or set force: true, which changes the files underneath running programs",
+        f"volume {name!r} is mounted read-write in {', '.join(each['sandbox'] for each in attachments)}: detach "
+        "it first, or set force: true, which changes the files while programs use them",
         "in_use",
-        blockers=[each["sandbox_id"] for each in found],
+        blockers=[each["sandbox_id"] for each in attachments],
     )
 
 
-def volume_cannot_shrink(name: str, size: int, wanted: int) -> Failure:
+def volume_cannot_shrink(name: str, size: int, requested: int) -> Failure:
     return Failure(
-        f"volume {name!r} has {size} MiB and cannot shrink to {wanted}: do not reduce size_mb, or create a "
-        "smaller volume and copy the files",
+        f"volume {name!r} is {size} MiB large and cannot shrink to {requested} MiB: do not reduce size_mb, or create "
+        "a smaller volume and copy the files",
         "conflict",
     )
 
 
 def smaller_volume(name: str, size: int, source: int) -> Failure:
     return Failure(
-        f"size_mb {size} is less than the {source} MiB of the snapshot for {name!r}: set it to at least that size"
+        f"size_mb {size} is less than the {source} MiB of the snapshot for volume {name!r}: "
+        f"set size_mb to at least {source}"
     )
 
 
-def path_not_allowed(path: str, longest: int) -> Failure:
+def path_not_allowed(path: str, max_length: int) -> Failure:
     return Failure(
-        f"a volume cannot be mounted at {_shortened(path)!r}: use an absolute path without '.' and '..', of "
-        f"at most {longest} letters, digits and _ . @ + : = -"
+        f"a volume cannot be mounted at {_shorten(path)!r}: use an absolute path without '.' and '..', of "
+        f"at most {max_length} letters, digits and _ . @ + : = -"
     )
 
 
-def path_of_the_system(path: str) -> Failure:
+def system_path(path: str) -> Failure:
     return Failure(
-        f"a volume cannot be mounted at {path!r}, which the system needs: choose another path, for example below /srv"
+        f"a volume cannot be mounted at {path!r}, which the system needs: use another path, for example below /srv"
     )
 
 
@@ -159,5 +161,5 @@ def paths_overlap(outer: str, inner: str) -> Failure:
     return Failure(f"volumes cannot be mounted both at {outer!r} and inside it at {inner!r}: choose separate paths")
 
 
-def _shortened(text: str) -> str:
+def _shorten(text: str) -> str:
     return text if len(text) <= 80 else text[:77] + "..."

@@ -13,33 +13,33 @@ from datetime import datetime, timedelta
 from typing import TYPE_CHECKING, Any
 
 from ansible_collections.grove.sandbox.plugins.module_utils import _refusals
-from ansible_collections.grove.sandbox.plugins.module_utils._client import segment
-from ansible_collections.grove.sandbox.plugins.module_utils._failure import Failure, still_there
+from ansible_collections.grove.sandbox.plugins.module_utils._client import quote_segment
+from ansible_collections.grove.sandbox.plugins.module_utils._failure import Failure, explaining_removal
 from ansible_collections.grove.sandbox.plugins.module_utils._mounts import (
-    OPTIONS,
+    MOUNT_OPTIONS,
     Mount,
     check_running,
-    check_there,
-    desired_mounts,
+    check_volumes_exist,
     find_volumes,
     missing_volumes,
+    parse_mounts,
 )
-from ansible_collections.grove.sandbox.plugins.module_utils._names import holders
+from ansible_collections.grove.sandbox.plugins.module_utils._names import find_taken_names
 from ansible_collections.grove.sandbox.plugins.module_utils._plan import (
     Action,
     Change,
     Plan,
     Planner,
-    aside,
-    at_least,
-    checked_names,
-    networks,
-    succeeded,
-    words,
+    keep_common_keys,
+    normalize_networks,
+    require_minimum,
+    stringify_values,
+    temporary_name,
+    validate_names,
 )
 from ansible_collections.grove.sandbox.plugins.module_utils._shapes import (
     SANDBOX_KEYS,
-    moment,
+    parse_time,
     sandbox_shape,
     snapshot_shape,
     template_shape,
@@ -49,7 +49,7 @@ if TYPE_CHECKING:
     from ansible_collections.grove.sandbox.plugins.module_utils._client import Client
 
 SINGULAR, PLURAL = "sandbox", "sandboxes"
-SHOWN = {PLURAL: SANDBOX_KEYS}
+RESULT_KEYS = {PLURAL: SANDBOX_KEYS}
 
 ARGUMENTS: dict[str, Any] = {
     "name": {"type": "list", "elements": "str", "required": True, "aliases": ["names"]},
@@ -71,7 +71,7 @@ ARGUMENTS: dict[str, Any] = {
             "deny_out": {"type": "list", "elements": "str"},
         },
     },
-    "volumes": {"type": "list", "elements": "dict", "options": OPTIONS},
+    "volumes": {"type": "list", "elements": "dict", "options": MOUNT_OPTIONS},
     "recreate": {"type": "bool", "default": False},
     "continue_on_error": {"type": "bool", "default": False},
 }
@@ -79,14 +79,14 @@ RULES: dict[str, Any] = {"mutually_exclusive": [("template", "snapshot")]}
 
 SIZES = ("cpus", "memory_mb", "disk_mb")
 LIFETIME_TOLERANCE = 10
-"""Tolerated difference of a lifetime from ``timeout`` in seconds, for clock skew and request time."""
+"""Seconds by which a lifetime may differ from ``timeout``, because of clock skew and request time."""
 NEVER = -1
 _ID = re.compile(r"[0-9a-f]{12}")
 
 
 @dataclass(frozen=True)
-class Desired:
-    """The user's options in canonical form; None: not set."""
+class DesiredState:
+    """The user's options in canonical form. None means that an option is not set."""
 
     names: tuple[str, ...]
     state: str
@@ -103,144 +103,146 @@ class Desired:
 
 
 @dataclass(frozen=True)
-class Current:
-    """The gateway's state: sandboxes by requested name, the source's shape, names that are taken, volumes by name."""
+class CurrentState:
+    """The gateway's state: the requested sandboxes by name, the source, taken names, and volumes by name."""
 
-    things: Mapping[str, Mapping[str, Any]]
-    now: datetime
+    resources: Mapping[str, Mapping[str, Any]]
+    gateway_time: datetime
     source: Mapping[str, Any] | None = None
-    taken: Mapping[str, str] = field(default_factory=dict)
+    taken_names: Mapping[str, str] = field(default_factory=dict)
     volumes: Mapping[str, Any] = field(default_factory=dict)
 
 
-def desired(params: Mapping[str, Any]) -> Desired:
-    kind = next((word for word in ("template", "snapshot") if params.get(word)), "")
-    return Desired(
-        names=checked_names(params["name"], "sandbox"),
+def desired_state(params: Mapping[str, Any]) -> DesiredState:
+    kind = next((option for option in ("template", "snapshot") if params.get(option)), "")
+    return DesiredState(
+        names=validate_names(params["name"], "sandbox"),
         state=params["state"],
         source_kind=kind,
         source=params[kind] if kind else "",
-        sizes={word: at_least(params[word], 1, word) for word in SIZES if params.get(word) is not None},
+        sizes={
+            option: require_minimum(params[option], 1, option) for option in SIZES if params.get(option) is not None
+        },
         cold_start=bool(params.get("cold_start")),
-        env=words(params.get("env"), "env"),
-        metadata=words(params.get("metadata"), "metadata"),
-        timeout=checked_timeout(params.get("timeout")),
-        network=_network(params.get("network")),
-        mounts=desired_mounts(params.get("volumes")),
+        env=stringify_values(params.get("env"), "env"),
+        metadata=stringify_values(params.get("metadata"), "metadata"),
+        timeout=validate_timeout(params.get("timeout")),
+        network=_parse_network(params.get("network")),
+        mounts=parse_mounts(params.get("volumes")),
         recreate=bool(params.get("recreate")),
     )
 
 
-def checked_timeout(timeout: int | None) -> int | None:
-    """Return Return ``timeout``. Raises Failure if it is not a valid lifetime."""
+def validate_timeout(timeout: int | None) -> int | None:
+    """Return ``timeout``, which may be None. Raises Failure if it is not a valid lifetime."""
     if timeout != NEVER:
-        at_least(timeout, 1, "timeout (seconds, or -1 for never)")
+        require_minimum(timeout, 1, "timeout (seconds, or -1 for never)")
     return timeout
 
 
-def _network(given: Mapping[str, Any] | None) -> dict[str, Any] | None:
-    if given is None:
+def _parse_network(option: Mapping[str, Any] | None) -> dict[str, Any] | None:
+    if option is None:
         return None
-    result = {key: value for key, value in given.items() if value is not None}
-    return {key: networks(value) if isinstance(value, list) else value for key, value in result.items()}
+    result = {key: value for key, value in option.items() if value is not None}
+    return {key: normalize_networks(value) if isinstance(value, list) else value for key, value in result.items()}
 
 
-def observe(client: Client, want: Desired) -> Current:
-    things = find_sandboxes(client, want.names)
+def observe(client: Client, want: DesiredState) -> CurrentState:
+    resources = find_sandboxes(client, want.names)
     if want.state == "absent":
-        return Current(things, client.now())
+        return CurrentState(resources, client.now())
     source = find_source(client, want.source_kind, want.source) if want.source else None
-    missing = [name for name in want.names if name not in things]
-    taken = holders(client, missing, other_than="sandbox")
-    return Current(things, client.now(), source, taken, find_volumes(client, want.mounts, source))
+    missing = [name for name in want.names if name not in resources]
+    taken_names = find_taken_names(client, missing, except_kind="sandbox")
+    return CurrentState(resources, client.now(), source, taken_names, find_volumes(client, want.mounts, source))
 
 
 def find_sandboxes(client: Client, refs: tuple[str, ...]) -> dict[str, dict[str, Any]]:
-    """Return the shapes of the existing ``refs`` (names or ids), by ref.
+    """Return the shapes of the existing sandboxes among ``refs`` (names or ids), by ref.
 
-    One request, unless there are several pages.
+    Usually sends one request.
     """
     if len(refs) == 1:
-        # List it instead of getting it: for a single sandbox, the gateway first checks for divergence.
+        # Use the list, because a request for a single sandbox makes the gateway check whether it has diverged.
         for detail in client.pages("/sandboxes", name=refs[0]):
             return {refs[0]: sandbox_shape(detail)}
         detail = client.find(f"/sandboxes/{refs[0]}") if _ID.fullmatch(refs[0]) else None
         return {} if detail is None else {refs[0]: sandbox_shape(detail)}
-    found: dict[str, dict[str, Any]] = {}
-    wanted = set(refs)
+    shapes: dict[str, dict[str, Any]] = {}
+    requested = set(refs)
     for detail in client.pages("/sandboxes"):
         shape = sandbox_shape(detail)
-        for ref in wanted.intersection((shape["name"], shape["id"])):
+        for ref in requested.intersection((shape["name"], shape["id"])):
             # A name takes precedence over an id, as in the gateway.
-            if ref not in found or shape["name"] == ref:
-                found[ref] = shape
-    return found
+            if ref not in shapes or shape["name"] == ref:
+                shapes[ref] = shape
+    return shapes
 
 
 def find_source(client: Client, kind: str, ref: str) -> dict[str, Any]:
     """Return the shape of a template or snapshot. Raises Failure if it does not exist."""
-    found = client.get(f"/{kind}s/{segment(ref)}")
-    return template_shape(found) if kind == "template" else snapshot_shape(found)
+    entry = client.get(f"/{kind}s/{quote_segment(ref)}")
+    return template_shape(entry) if kind == "template" else snapshot_shape(entry)
 
 
 def view(shape: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the declared part of a sandbox."""
+    """Return the properties of a sandbox that a task can declare."""
     result = {key: shape[key] for key in ("name", "state", "forked_from", *SIZES, "metadata", "volumes")}
     network = shape["network"]
     result["network"] = {
         "allow_internet": network["allow_internet"],
-        "allow_out": networks(network["allow_out"]),
-        "deny_out": networks(network["deny_out"]),
+        "allow_out": normalize_networks(network["allow_out"]),
+        "deny_out": normalize_networks(network["deny_out"]),
     }
     result["timeout"] = lifetime(shape)
     return result
 
 
 def lifetime(shape: Mapping[str, Any]) -> int:
-    """Return the seconds from a sandbox's creation to its end; -1: unlimited. A rollback or resume restarts it."""
-    begin, end = moment(shape["created_at"]), moment(shape["end_at"])
+    """Return the seconds from a sandbox's creation to its end, or -1 if it is unlimited."""
+    begin, end = parse_time(shape["created_at"]), parse_time(shape["end_at"])
     return NEVER if begin is None or end is None else round((end - begin).total_seconds())
 
 
-def plan(want: Desired, have: Current) -> Plan:
+def plan(want: DesiredState, have: CurrentState) -> Plan:
     planner = Planner()
     for name in want.names:
-        planner.item(name, lambda name=name: _plan_one(want, have, name))
+        planner.add(name, lambda name=name: _plan_one(want, have, name))
     return planner.plan()
 
 
-def _plan_one(want: Desired, have: Current, name: str) -> list[Action]:
-    now = have.things.get(name)
+def _plan_one(want: DesiredState, have: CurrentState, name: str) -> list[Action]:
+    current = have.resources.get(name)
     if want.state == "absent":
-        return [] if now is None else [remove(name, now)]
-    if now is None:
-        return [_create(want, have, name)]
-    fixed = _fixed_differences(want, have, now)
+        return [] if current is None else [remove(name, current)]
+    if current is None:
+        return [_plan_creation(want, have, name)]
+    fixed = _fixed_differences(want, have, current)
     if fixed and want.recreate:
-        return [_replace(want, have, name, now)]
+        return [_plan_replacement(want, have, name, current)]
     if fixed:
         raise Failure(
             f"sandbox {name!r} {' and '.join(fixed)}, which cannot change during its lifetime: set "
-            "recreate: true to replace it, which loses its content",
+            "recreate: true to replace it, which loses its contents",
             "conflict",
-            blockers=[now["id"]],
+            blockers=[current["id"]],
         )
-    return _adjust(want, have, name, now)
+    return _plan_changes(want, have, name, current)
 
 
-def _fixed_differences(want: Desired, have: Current, now: Mapping[str, Any]) -> list[str]:
-    found = []
-    if have.source is not None and now["forked_from"] != have.source["id"]:
-        found.append(f"was made from {now['forked_from']}, not from {want.source_kind} {want.source!r}")
+def _fixed_differences(want: DesiredState, have: CurrentState, current: Mapping[str, Any]) -> list[str]:
+    differences = []
+    if have.source is not None and current["forked_from"] != have.source["id"]:
+        differences.append(f"was created from {current['forked_from']}, not from {want.source_kind} {want.source!r}")
     for key, value in want.sizes.items():
-        if now[key] != value:
-            found.append(f"has {key} {now[key]}, not {value}")
-    return found
+        if current[key] != value:
+            differences.append(f"has {key} {current[key]}, not {value}")
+    return differences
 
 
-def _create(want: Desired, have: Current, name: str) -> Action:
-    if name in have.taken:
-        raise _refusals.name_taken(name, have.taken[name])
+def _plan_creation(want: DesiredState, have: CurrentState, name: str) -> Action:
+    if name in have.taken_names:
+        raise _refusals.name_taken(name, have.taken_names[name])
     if have.source is None:
         raise Failure(
             f"sandbox {name!r} does not exist, and creating it needs a source: set 'template' or 'snapshot'",
@@ -248,28 +250,28 @@ def _create(want: Desired, have: Current, name: str) -> Action:
         )
     check_sizes(want.sizes, have.source, want.cold_start)
     check_mounts(want.mounts, have.source, have.volumes)
-    request = {"body": _body(want, name, have.source), "ref": (want.source_kind, want.source)}
-    return Action("create", (Change(name, None, _fresh(want, name, have.source)),), request)
+    request = {"body": _request_body(want, name, have.source), "ref": (want.source_kind, want.source)}
+    return Action("create", (Change(name, None, _new_view(want, name, have.source)),), request)
 
 
-def _replace(want: Desired, have: Current, name: str, now: Mapping[str, Any]) -> Action:
+def _plan_replacement(want: DesiredState, have: CurrentState, name: str, current: Mapping[str, Any]) -> Action:
     source = have.source
     if source is None:
         raise Failure(f"replacing sandbox {name!r} needs a source: set 'template' or 'snapshot'")
     check_sizes(want.sizes, source, want.cold_start)
     check_mounts(want.mounts, source, have.volumes)
     request = {
-        "id": now["id"],
-        "aside": aside(now["name"], now["id"]),
-        "body": _body(want, now["name"], source),
+        "id": current["id"],
+        "temporary_name": temporary_name(current["name"], current["id"]),
+        "body": _request_body(want, current["name"], source),
         "ref": (want.source_kind, want.source),
     }
-    after = _fresh(want, now["name"], source)
-    return Action("replace", (Change(name, succeeded(view(now), after), after),), request)
+    after = _new_view(want, current["name"], source)
+    return Action("replace", (Change(name, keep_common_keys(view(current), after), after),), request)
 
 
-def _fresh(want: Desired, name: str, source: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the view of a new sandbox, without a lifetime if the gateway's configuration decides it."""
+def _new_view(want: DesiredState, name: str, source: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the view of a new sandbox. It has no ``timeout`` if the gateway's configuration decides it."""
     after: dict[str, Any] = {
         "name": name,
         "state": "paused" if want.state == "paused" else "running",
@@ -284,15 +286,15 @@ def _fresh(want: Desired, name: str, source: Mapping[str, Any]) -> dict[str, Any
     return after
 
 
-def _body(want: Desired, name: str, source: Mapping[str, Any]) -> dict[str, Any]:
+def _request_body(want: DesiredState, name: str, source: Mapping[str, Any]) -> dict[str, Any]:
     body: dict[str, Any] = {"templateID": source["id"], "name": name, "metadata": dict(want.metadata or {})}
-    body.update(size_words(want.sizes))
+    body.update(size_fields(want.sizes))
     if want.env:
         body["envVars"] = dict(want.env)
     if want.network is not None:
-        body["network"] = _network_words({"allow_internet": True, "allow_out": [], "deny_out": [], **want.network})
+        body["network"] = _network_fields({"allow_internet": True, "allow_out": [], "deny_out": [], **want.network})
     if want.mounts is not None:
-        body["volumeMounts"] = [mount.words() for mount in want.mounts]
+        body["volumeMounts"] = [mount.request_fields() for mount in want.mounts]
     if want.timeout is not None:
         body["timeout"] = want.timeout
     if want.cold_start:
@@ -303,34 +305,34 @@ def _body(want: Desired, name: str, source: Mapping[str, Any]) -> dict[str, Any]
 
 
 def check_sizes(sizes: Mapping[str, int], source: Mapping[str, Any], cold_start: bool) -> None:
-    """Raise Failure for sizes that a fork of ``source`` cannot have."""
-    other = [f"{key} {source[key]}, not {value}" for key, value in sizes.items() if source[key] != value]
+    """Raise Failure if a fork of ``source`` cannot have these sizes."""
+    differences = [f"{key} {source[key]}, not {value}" for key, value in sizes.items() if source[key] != value]
     if sizes.get("disk_mb", source["disk_mb"]) < source["disk_mb"]:
         raise _refusals.smaller_disk(sizes["disk_mb"], source["disk_mb"])
-    if other and not cold_start and source.get("memory", "none") != "none":
-        raise _refusals.other_sizes(source["name"] or source["id"], other)
+    if differences and not cold_start and source.get("memory", "none") != "none":
+        raise _refusals.sizes_differ(source["name"] or source["id"], differences)
 
 
 def mounts_of_fork(mounts: tuple[Mount, ...] | None, source: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """Return the mounts of a fork of ``source``."""
+    """Return the mounts of a fork of ``source``, which inherits the source's mounts if ``mounts`` is None."""
     return [dict(each) for each in source.get("mounts", [])] if mounts is None else [each.view() for each in mounts]
 
 
 def check_mounts(mounts: tuple[Mount, ...] | None, source: Mapping[str, Any], volumes: Mapping[str, Any]) -> None:
-    """Raise Failure for volumes that a fork of ``source`` cannot have. None means the volumes of ``source``."""
-    check_there(mounts, volumes)
-    lost = missing_volumes(source, volumes) if mounts is None else []
-    if lost:
-        raise _refusals.volumes_lost(source["name"] or source["id"], lost)
+    """Raise Failure if a requested volume, or an inherited one if ``mounts`` is None, does not exist."""
+    check_volumes_exist(mounts, volumes)
+    missing = missing_volumes(source, volumes) if mounts is None else []
+    if missing:
+        raise _refusals.volumes_lost(source["name"] or source["id"], missing)
 
 
-def size_words(sizes: Mapping[str, int]) -> dict[str, int]:
-    """Return sizes with the field names of the gateway."""
+def size_fields(sizes: Mapping[str, int]) -> dict[str, int]:
+    """Return the sizes as the gateway's request fields."""
     names = {"cpus": "cpuCount", "memory_mb": "memoryMB", "disk_mb": "diskSizeMB"}
     return {names[key]: value for key, value in sizes.items()}
 
 
-def _network_words(network: Mapping[str, Any]) -> dict[str, Any]:
+def _network_fields(network: Mapping[str, Any]) -> dict[str, Any]:
     return {
         "allowInternetAccess": network["allow_internet"],
         "allowOut": network["allow_out"],
@@ -338,65 +340,67 @@ def _network_words(network: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def _adjust(want: Desired, have: Current, name: str, now: Mapping[str, Any]) -> list[Action]:
-    """Return the changes in place. A sandbox is resumed first and paused last."""
-    before = view(now)
+def _plan_changes(want: DesiredState, have: CurrentState, name: str, current: Mapping[str, Any]) -> list[Action]:
+    """Return the actions that change an existing sandbox. Resuming comes first, pausing last."""
+    before = view(current)
     actions: list[Action] = []
 
-    def step(verb: str, request: Mapping[str, Any], **to: Any) -> None:
+    def add_step(verb: str, request: Mapping[str, Any], **changes: Any) -> None:
         nonlocal before
-        after = {**before, **to}
-        actions.append(Action(verb, (Change(name, before, after),), {"id": now["id"], **request}))
+        after = {**before, **changes}
+        actions.append(Action(verb, (Change(name, before, after),), {"id": current["id"], **request}))
         before = after
 
-    check_there(want.mounts, have.volumes)
-    if want.state == "running" and now["state"] == "paused":
-        step("resume", {}, state="running")
+    check_volumes_exist(want.mounts, have.volumes)
+    if want.state == "running" and current["state"] == "paused":
+        add_step("resume", {}, state="running")
     network = {**before["network"], **(want.network or {})}
     if network != before["network"]:
-        step("set_network", {"body": _network_words(network)}, network=network)
+        add_step("set_network", {"body": _network_fields(network)}, network=network)
     if want.metadata is not None and want.metadata != before["metadata"]:
-        step("update", {"body": {"metadata": dict(want.metadata)}}, metadata=dict(want.metadata))
-    actions += remount(name, now, before, want.mounts)
+        add_step("update", {"body": {"metadata": dict(want.metadata)}}, metadata=dict(want.metadata))
+    actions += plan_remounts(name, current, before, want.mounts)
     before = view_after(actions, before)
     if lifetime_differs(want.timeout, before["timeout"]):
-        step("set_timeout", {"end": end_of_life(want.timeout, name, now, have.now)}, timeout=want.timeout)
+        add_step(
+            "set_timeout", {"end": lifetime_end(want.timeout, name, current, have.gateway_time)}, timeout=want.timeout
+        )
     if want.state == "paused" and before["state"] == "running":
-        step("pause", {}, state="paused")
+        add_step("pause", {}, state="paused")
     return actions
 
 
-def remount(
-    name: str, now: Mapping[str, Any], before: Mapping[str, Any], mounts: tuple[Mount, ...] | None
+def plan_remounts(
+    name: str, current: Mapping[str, Any], before: Mapping[str, Any], mounts: tuple[Mount, ...] | None
 ) -> list[Action]:
-    """Return the actions that change the volumes in the view ``before`` to ``mounts``. Detaches come first."""
-    wanted = [] if mounts is None else [mount.view() for mount in mounts]
-    surplus = [] if mounts is None else [each for each in before["volumes"] if each not in wanted]
+    """Return the actions that replace the mounts in the view ``before`` with ``mounts``. Detaching comes first."""
+    requested = [] if mounts is None else [mount.view() for mount in mounts]
+    surplus = [] if mounts is None else [each for each in before["volumes"] if each not in requested]
     missing = [mount for mount in mounts or () if mount.view() not in before["volumes"]]
     if missing:
-        check_running(name, before, now["id"])
+        check_running(name, before, current["id"])
     actions = []
 
-    def step(verb: str, request: Mapping[str, Any], volumes: list[Any]) -> None:
+    def add_step(verb: str, request: Mapping[str, Any], volumes: list[Any]) -> None:
         nonlocal before
         after = {**before, "volumes": sorted(volumes, key=lambda each: each["path"])}
-        actions.append(Action(verb, (Change(name, before, after),), {"id": now["id"], **request}))
+        actions.append(Action(verb, (Change(name, before, after),), {"id": current["id"], **request}))
         before = after
 
     for each in surplus:
-        step("detach", {"volume": each["name"]}, [other for other in before["volumes"] if other != each])
+        add_step("detach", {"volume": each["name"]}, [other for other in before["volumes"] if other != each])
     for mount in missing:
-        step("attach", {"body": mount.words()}, [*before["volumes"], mount.view()])
+        add_step("attach", {"body": mount.request_fields()}, [*before["volumes"], mount.view()])
     return actions
 
 
 def view_after(actions: list[Action], before: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return the view after ``actions`` on one resource whose view was ``before``."""
+    """Return the view of a resource after ``actions``, or ``before`` if there are none."""
     return actions[-1].changes[0].after or {} if actions else before
 
 
 def lifetime_differs(timeout: int | None, lifetime: int) -> bool:
-    """Return whether this lifetime differs from the requested ``timeout``. None: no timeout is requested."""
+    """Return whether the lifetime differs from the requested ``timeout``, which is None if the user set none."""
     if timeout is None:
         return False
     if NEVER in (timeout, lifetime):
@@ -404,92 +408,96 @@ def lifetime_differs(timeout: int | None, lifetime: int) -> bool:
     return abs(timeout - lifetime) > LIFETIME_TOLERANCE
 
 
-def end_of_life(timeout: int | None, name: str, now: Mapping[str, Any], clock: datetime) -> datetime | None:
-    """Return the end of a lifetime of ``timeout`` seconds from the sandbox's creation; None: never. Raises Failure."""
-    begin = moment(now["created_at"])
+def lifetime_end(timeout: int | None, name: str, current: Mapping[str, Any], clock: datetime) -> datetime | None:
+    """Return the end of a lifetime of ``timeout`` seconds from the sandbox's creation, or None for no end.
+
+    Raises Failure if that time has already passed.
+    """
+    begin = parse_time(current["created_at"])
     if timeout in (None, NEVER) or begin is None:
         return None
     end = begin + timedelta(seconds=timeout)
     if end <= clock:
         raise Failure(
-            f"sandbox {name!r} was created at {now['created_at']} and is already older than the timeout of "
+            f"sandbox {name!r} was created at {current['created_at']} and is already older than the timeout of "
             f"{timeout} s: set a longer timeout, or remove the sandbox with state: absent",
             "conflict",
-            blockers=[now["id"]],
+            blockers=[current["id"]],
         )
     return end
 
 
-def remove(name: str, now: Mapping[str, Any]) -> Action:
-    return Action("remove", (Change(name, view(now), None),), {"id": now["id"]})
+def remove(name: str, current: Mapping[str, Any]) -> Action:
+    return Action("remove", (Change(name, view(current), None),), {"id": current["id"]})
 
 
 def apply(action: Action, client: Client) -> dict[str, Failure]:
-    """Carry out one action. Returns {}, because these actions cannot fail in part. Raises Failure."""
+    """Carry out one action. Returns {}, because each of these actions affects only one sandbox. Raises Failure."""
     request = action.request
     if action.verb in ("create", "replace"):
         body = dict(request["body"])
-        old = [(request["id"], body["name"], request["aside"])] if action.verb == "replace" else []
-        with still_there(*request["ref"], body["templateID"]):
+        old = [(request["id"], body["name"], request["temporary_name"])] if action.verb == "replace" else []
+        with explaining_removal(*request["ref"], body["templateID"]):
             replace(client, old, lambda: client.post("/sandboxes", body))
     else:
-        apply_to_one(action, client)
+        apply_to_sandbox(action, client)
     return {}
 
 
-def apply_to_one(action: Action, client: Client) -> None:
+def apply_to_sandbox(action: Action, client: Client) -> None:
     """Carry out one action on an existing sandbox."""
     request = action.request
-    place = f"/sandboxes/{segment(request['id'])}"
+    path = f"/sandboxes/{quote_segment(request['id'])}"
     if action.verb == "remove":
-        client.delete(place)
+        client.delete(path)
     elif action.verb == "resume":
         # After a reboot of the host, the gateway may already be starting the sandbox, which this request accepts.
-        client.post(f"{place}/connect")
+        client.post(f"{path}/connect")
     elif action.verb == "pause":
-        client.post(f"{place}/pause")
+        client.post(f"{path}/pause")
     elif action.verb == "set_network":
-        client.put(f"{place}/network", dict(request["body"]))
+        client.put(f"{path}/network", dict(request["body"]))
     elif action.verb == "update":
-        client.patch(place, dict(request["body"]))
+        client.patch(path, dict(request["body"]))
     elif action.verb == "attach":
-        client.post(f"{place}/volumes", dict(request["body"]))
+        client.post(f"{path}/volumes", dict(request["body"]))
     elif action.verb == "detach":
-        client.delete(f"{place}/volumes/{segment(request['volume'])}")
+        client.delete(f"{path}/volumes/{quote_segment(request['volume'])}")
     elif action.verb == "set_timeout":
-        client.post(f"{place}/timeout", {"timeout": _remaining(request["end"], client)})
+        client.post(f"{path}/timeout", {"timeout": _remaining_seconds(request["end"], client)})
     else:
         raise ValueError(f"unknown action {action.verb}")
 
 
-def _remaining(end: datetime | None, client: Client) -> int:
+def _remaining_seconds(end: datetime | None, client: Client) -> int:
     return NEVER if end is None else max(1, round((end - client.now()).total_seconds()))
 
 
-def replace(client: Client, old: list[tuple[str, str, str]], make: Any) -> Any:
-    """Create the replacements of ``old`` [(id, name, temporary name)] with ``make()``, then remove the old sandboxes.
+def replace(client: Client, old: list[tuple[str, str, str]], create: Any) -> Any:
+    """Rename the ``old`` sandboxes, create their replacements with ``create()``, then remove the old sandboxes.
 
-    On failure the old sandboxes get their names back. Returns the result of ``make``.
+    ``old`` lists (id, name, temporary name). On failure, the old sandboxes get their names back. Returns the result of
+    ``create``.
     """
-    moved = []
+    renamed = []
     try:
-        for ident, name, other in old:
-            client.patch(f"/sandboxes/{segment(ident)}", {"name": other})
-            moved.append((ident, name))
-        made = make()
+        for ident, name, temporary in old:
+            client.patch(f"/sandboxes/{quote_segment(ident)}", {"name": temporary})
+            renamed.append((ident, name))
+        result = create()
     except BaseException:
-        for ident, name in moved:
-            client.patch(f"/sandboxes/{segment(ident)}", {"name": name})
+        for ident, name in renamed:
+            client.patch(f"/sandboxes/{quote_segment(ident)}", {"name": name})
         raise
-    for ident, _name in moved:
-        client.delete(f"/sandboxes/{segment(ident)}")
-    return made
+    for ident, _name in renamed:
+        client.delete(f"/sandboxes/{quote_segment(ident)}")
+    return result
 
 
-def lists(want: Desired) -> dict[str, tuple[str, ...]]:
-    """Return the lists of a result, in order: key → names."""
+def result_lists(want: DesiredState) -> dict[str, tuple[str, ...]]:
+    """Return the keys of the result's lists, in order, with the names of the resources in each list."""
     return {PLURAL: want.names}
 
 
-def things_of(want: Desired, have: Current) -> Mapping[str, Mapping[str, Any]]:
-    return have.things
+def resources_by_name(want: DesiredState, have: CurrentState) -> Mapping[str, Mapping[str, Any]]:
+    return have.resources

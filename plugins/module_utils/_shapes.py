@@ -2,7 +2,7 @@
 # GNU General Public License v3.0+ (see COPYING or https://www.gnu.org/licenses/gpl-3.0.txt)
 # SPDX-License-Identifier: GPL-3.0-or-later
 
-"""Create the shapes of results, with one function for each kind of gateway response. No shape contains a token."""
+"""Convert the gateway's responses to the *shapes* that modules return. No shape contains a token."""
 
 from __future__ import annotations
 
@@ -91,10 +91,10 @@ VOLUME_KEYS = (
 )
 
 RESERVED = "__ansible_"
-"""The prefix of keys that Ansible reserves for itself in JSON."""
+"""Prefix of the keys that Ansible reserves for itself in JSON."""
 KEYS = {"sandbox": SANDBOX_KEYS, "snapshot": SNAPSHOT_KEYS, "template": TEMPLATE_KEYS, "volume": VOLUME_KEYS}
 
-RECIPE_WORDS = {
+RECIPE_FIELDS = {
     "from": "from",
     "suite": "suite",
     "mirror": "mirror",
@@ -127,16 +127,16 @@ def sandbox_shape(detail: dict[str, Any]) -> dict[str, Any]:
         "cpus": detail.get("cpuCount"),
         "memory_mb": detail.get("memoryMB"),
         "disk_mb": detail.get("diskSizeMB"),
-        "metadata": _metadata(detail.get("metadata") or {}),
+        "metadata": _metadata_shape(detail.get("metadata") or {}),
         "network": {
             "allow_internet": network.get("allowInternetAccess", True) is not False,
             "allow_out": list(network.get("allowOut") or []),
             "deny_out": list(network.get("denyOut") or []),
         },
-        "volumes": _mounts(detail),
+        "volumes": _mounts_shape(detail),
         "created_at": detail.get("createdAt"),
         "started_at": detail.get("startedAt"),
-        "end_at": None if moment(detail.get("endAt")) is None else detail["endAt"],
+        "end_at": None if parse_time(detail.get("endAt")) is None else detail["endAt"],
         "address": detail.get("address"),
         "backend": detail.get("backend"),
     }
@@ -162,7 +162,7 @@ def snapshot_shape(snapshot: dict[str, Any]) -> dict[str, Any]:
         "cpus": snapshot.get("cpuCount"),
         "memory_mb": snapshot.get("memoryMB"),
         "disk_mb": snapshot.get("diskSizeMB"),
-        "mounts": _mounts(snapshot),
+        "mounts": _mounts_shape(snapshot),
         "volumes": sorted(each["name"] for each in snapshot.get("volumes") or []),
         "forks": snapshot.get("forks"),
         "created_at": snapshot.get("createdAt"),
@@ -183,7 +183,7 @@ def template_shape(template: dict[str, Any]) -> dict[str, Any]:
         "build_id": template.get("buildID") or "",
         "digest": template.get("digest") or "",
         "outdated": template.get("outdated"),
-        "recipe": {ours: recipe[theirs] for ours, theirs in RECIPE_WORDS.items() if theirs in recipe},
+        "recipe": {option: recipe[field] for option, field in RECIPE_FIELDS.items() if field in recipe},
         "memory": template.get("memory"),
         "cpus": template.get("cpuCount"),
         "memory_mb": template.get("memoryMB"),
@@ -195,8 +195,8 @@ def template_shape(template: dict[str, Any]) -> dict[str, Any]:
 
 
 def volume_shape(volume: dict[str, Any], snapshots: Iterable[dict[str, Any]]) -> dict[str, Any]:
-    """Return the shape of a volume. ``snapshots``: all snapshots of the volume on the gateway."""
-    listed = list(snapshots)
+    """Return the shape of a volume. ``snapshots``: all of its snapshots, as the gateway lists them."""
+    all_snapshots = list(snapshots)
     attachments = [
         {
             "sandbox": each["sandboxName"],
@@ -212,8 +212,8 @@ def volume_shape(volume: dict[str, Any], snapshots: Iterable[dict[str, Any]]) ->
         "size_mb": volume.get("sizeMB"),
         "used_mb": volume.get("usedMB"),
         "attachments": sorted(attachments, key=lambda each: (each["sandbox"], each["sandbox_id"])),
-        "snapshots": sorted(each["name"] for each in listed if not each.get("sandboxSnapshotID")),
-        "captured_by": sorted(each["sandboxSnapshotID"] for each in listed if each.get("sandboxSnapshotID")),
+        "snapshots": sorted(each["name"] for each in all_snapshots if not each.get("sandboxSnapshotID")),
+        "captured_by": sorted(each["sandboxSnapshotID"] for each in all_snapshots if each.get("sandboxSnapshotID")),
         "from_snapshot": volume.get("fromSnapshot") or "",
         "owner_sandbox_id": volume.get("ownerSandboxID") or "",
         "stuck": list(volume.get("stuck") or []),
@@ -221,24 +221,24 @@ def volume_shape(volume: dict[str, Any], snapshots: Iterable[dict[str, Any]]) ->
     }
 
 
-def _metadata(values: dict[str, Any]) -> dict[str, str]:
+def _metadata_shape(values: dict[str, Any]) -> dict[str, str]:
     """Return the metadata without reserved keys, which could break module results, caches and inventories."""
     return {str(key): str(value) for key, value in values.items() if not str(key).startswith(RESERVED)}
 
 
-def _mounts(thing: dict[str, Any]) -> list[dict[str, Any]]:
+def _mounts_shape(resource: dict[str, Any]) -> list[dict[str, Any]]:
     """Return the mounts, sorted by path. Their order has no meaning, because mounts are never nested."""
     mounts = [
         {"name": each["name"], "path": each["path"], "read_only": bool(each.get("readOnly"))}
-        for each in thing.get("volumeMounts") or []
+        for each in resource.get("volumeMounts") or []
     ]
     return sorted(mounts, key=lambda each: each["path"])
 
 
-def moment(text: str | None) -> datetime | None:
-    """Return an RFC 3339 time in whole seconds; None if it is empty, or in the year 9999, which means never."""
-    found = re.match(r"(\d{4})-(\d\d)-(\d\d)T(\d\d):(\d\d):(\d\d)", text or "")
-    if found is None or found.group(1) == "9999":
+def parse_time(text: str | None) -> datetime | None:
+    """Parse an RFC 3339 time, without fractions of a second. Returns None for no text, and for 9999, meaning never."""
+    match = re.match(r"(\d{4})-(\d\d)-(\d\d)T(\d\d):(\d\d):(\d\d)", text or "")
+    if match is None or match.group(1) == "9999":
         return None
-    year, month, day, hour, minute, second = (int(part) for part in found.groups())
+    year, month, day, hour, minute, second = (int(part) for part in match.groups())
     return datetime(year, month, day, hour, minute, second, tzinfo=timezone.utc)

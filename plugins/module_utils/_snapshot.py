@@ -2,7 +2,7 @@
 # GNU General Public License v3.0+ (see COPYING or https://www.gnu.org/licenses/gpl-3.0.txt)
 # SPDX-License-Identifier: GPL-3.0-or-later
 
-"""Implement ``sandbox_snapshot``: capture sandboxes in named snapshots, and remove snapshots."""
+"""Implement ``sandbox_snapshot``: capture sandboxes, and remove snapshots."""
 
 from __future__ import annotations
 
@@ -11,17 +11,17 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from ansible_collections.grove.sandbox.plugins.module_utils import _refusals
-from ansible_collections.grove.sandbox.plugins.module_utils._client import segment
-from ansible_collections.grove.sandbox.plugins.module_utils._failure import Failure, still_there
-from ansible_collections.grove.sandbox.plugins.module_utils._names import holders
+from ansible_collections.grove.sandbox.plugins.module_utils._client import quote_segment
+from ansible_collections.grove.sandbox.plugins.module_utils._failure import Failure, explaining_removal
+from ansible_collections.grove.sandbox.plugins.module_utils._names import find_taken_names
 from ansible_collections.grove.sandbox.plugins.module_utils._plan import (
     SNAPSHOT,
     Action,
     Change,
     Plan,
     Planner,
-    at_least,
-    checked_names,
+    require_minimum,
+    validate_names,
 )
 from ansible_collections.grove.sandbox.plugins.module_utils._shapes import (
     SNAPSHOT_KEYS,
@@ -33,10 +33,10 @@ if TYPE_CHECKING:
     from ansible_collections.grove.sandbox.plugins.module_utils._client import Client
 
     Users = Mapping[str, tuple[str, ...]]
-    """Names by kind of object: "sandbox" or "volume"."""
+    """Names by kind of resource: "sandbox" or "volume"."""
 
 SINGULAR, PLURAL = "snapshot", "snapshots"
-SHOWN = {PLURAL: SNAPSHOT_KEYS}
+RESULT_KEYS = {PLURAL: SNAPSHOT_KEYS}
 
 ARGUMENTS: dict[str, Any] = {
     "name": {"type": "list", "elements": "str", "required": True, "aliases": ["names"]},
@@ -59,8 +59,8 @@ RULES: dict[str, Any] = {"required_if": [("state", "present", ("sandbox",))]}
 
 
 @dataclass(frozen=True)
-class Desired:
-    """The user's options. ``sandboxes``: snapshot name → sandbox to capture; empty for ``absent``."""
+class DesiredState:
+    """The user's options. ``sandboxes`` maps each snapshot name to its sandbox; it is empty for ``absent``."""
 
     names: tuple[str, ...]
     state: str
@@ -75,18 +75,18 @@ class Desired:
 
 
 @dataclass(frozen=True)
-class Current:
-    """The current state: snapshots by requested name, sandboxes by the given ref, heads and users by id."""
+class CurrentState:
+    """The current state: the requested snapshots by name, sandboxes by ref, heads and users by snapshot id."""
 
-    things: Mapping[str, Mapping[str, Any]]
+    resources: Mapping[str, Mapping[str, Any]]
     sandboxes: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     heads: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
-    taken: Mapping[str, str] = field(default_factory=dict)
+    taken_names: Mapping[str, str] = field(default_factory=dict)
     users: Mapping[str, Users] = field(default_factory=dict)
 
 
-def desired(params: Mapping[str, Any]) -> Desired:
-    names = checked_names(params["name"], "snapshot")
+def desired_state(params: Mapping[str, Any]) -> DesiredState:
+    names = validate_names(params["name"], "snapshot")
     sandboxes = params.get("sandbox") or []
     if params["state"] == "present" and len(sandboxes) not in (1, len(names)):
         raise Failure(
@@ -95,112 +95,116 @@ def desired(params: Mapping[str, Any]) -> Desired:
     if len(sandboxes) == 1:
         sandboxes = sandboxes * len(names)
     if params.get("when_changed") and len(set(sandboxes)) < len(sandboxes):
-        raise Failure("with when_changed a sandbox can be captured under only one name: use one name for each sandbox")
-    return Desired(
+        raise Failure("with when_changed, a sandbox can be captured under only one name: list each sandbox once")
+    return DesiredState(
         names=names,
         state=params["state"],
         sandboxes=dict(zip(names, sandboxes)),
         description=params.get("description"),
         memory=params.get("memory") or "auto",
-        volumes=_volumes(params.get("volumes")),
-        expires_in=at_least(params.get("expires_in"), 1, "expires_in (seconds)"),
-        retention=_rule(params.get("retention")),
+        volumes=_requested_volumes(params.get("volumes")),
+        expires_in=require_minimum(params.get("expires_in"), 1, "expires_in (seconds)"),
+        retention=_retention_fields(params.get("retention")),
         when_changed=bool(params.get("when_changed")),
         when_unused=bool(params.get("when_unused")),
     )
 
 
-def _rule(given: Mapping[str, Any] | None) -> dict[str, int] | None:
-    """Return the request fields of the gateway."""
-    if given is None:
+def _retention_fields(option: Mapping[str, Any] | None) -> dict[str, int] | None:
+    """Return the retention rule as the gateway's request fields."""
+    if option is None:
         return None
-    spelt = {"keep_last": "keepLast", "keep_daily": "keepDaily", "max_age": "maxAge"}
-    return {spelt[key]: at_least(value, 1, f"retention.{key}") for key, value in given.items() if value is not None}
+    field_names = {"keep_last": "keepLast", "keep_daily": "keepDaily", "max_age": "maxAge"}
+    return {
+        field_names[key]: require_minimum(value, 1, f"retention.{key}")
+        for key, value in option.items()
+        if value is not None
+    }
 
 
-def _volumes(given: list[str] | None) -> tuple[str, ...] | None:
-    return checked_names(given, "volume") if given else None if given is None else ()
+def _requested_volumes(option: list[str] | None) -> tuple[str, ...] | None:
+    return validate_names(option, "volume") if option else None if option is None else ()
 
 
-def observe(client: Client, want: Desired) -> Current:
-    things = find_snapshots(client, want.names)
+def observe(client: Client, want: DesiredState) -> CurrentState:
+    resources = find_snapshots(client, want.names)
     if want.state == "absent":
-        return Current(things, users={} if want.when_unused else users_of(client, things.values()))
-    missing = [name for name in want.names if name not in things]
+        return CurrentState(resources, users={} if want.when_unused else find_users(client, resources.values()))
+    missing = [name for name in want.names if name not in resources]
     refs = dict.fromkeys(want.sandboxes[name] for name in want.names)
     needed = {want.sandboxes[name] for name in missing}
     sandboxes = {}
     for ref in refs:
-        place = f"/sandboxes/{segment(ref)}"
-        # A snapshot can outlive its sandbox: the sandbox only has to exist if a snapshot is still to be taken.
-        detail = client.get(place) if ref in needed else client.find(place)
+        path = f"/sandboxes/{quote_segment(ref)}"
+        # A snapshot can outlive its sandbox, so only sandboxes with missing snapshots have to exist.
+        detail = client.get(path) if ref in needed else client.find(path)
         if detail is not None:
             sandboxes[ref] = sandbox_shape(detail)
     heads = {}
     if want.when_changed:
         for ref in needed:
-            head = client.find(f"/snapshots/{segment(sandboxes[ref]['snapshot_id'] or '-')}")
+            head = client.find(f"/snapshots/{quote_segment(sandboxes[ref]['snapshot_id'] or '-')}")
             if head is not None and head.get("kind", "snapshot") == "snapshot":
                 heads[head["snapshotID"]] = snapshot_shape(head)
-    return Current(things, sandboxes, heads, holders(client, missing, other_than="snapshot"))
+    return CurrentState(resources, sandboxes, heads, find_taken_names(client, missing, except_kind="snapshot"))
 
 
 def find_snapshots(client: Client, refs: tuple[str, ...]) -> dict[str, dict[str, Any]]:
     """Return the shapes of the snapshots among ``refs`` (names or ids), by ref."""
-    found = {}
+    shapes = {}
     for ref in refs:
-        snapshot = client.find(f"/snapshots/{segment(ref)}")
+        snapshot = client.find(f"/snapshots/{quote_segment(ref)}")
         # The gateway also returns templates here.
         if snapshot is not None and snapshot.get("kind", "snapshot") == "snapshot":
-            found[ref] = snapshot_shape(snapshot)
-    return found
+            shapes[ref] = snapshot_shape(snapshot)
+    return shapes
 
 
-def users_of(client: Client, snapshots: Iterable[Mapping[str, Any]]) -> dict[str, Users]:
-    """Return what prevents the removal of ``snapshots`` or templates: snapshot id → kind of object → names.
+def find_users(client: Client, snapshots: Iterable[Mapping[str, Any]]) -> dict[str, Users]:
+    """Return the resources that prevent the removal of ``snapshots`` or templates, by snapshot id and kind.
 
-    The gateway decides, because that depends on its host: it also names cloned volumes, and sandboxes that were rolled
-    back to the snapshot.
+    The gateway decides, because this depends on its host: users can also be cloned volumes, and sandboxes that were
+    rolled back to the snapshot.
     """
-    found = {}
+    users_by_id = {}
     for shape in snapshots:
-        detail = client.find(f"/snapshots/{segment(shape['id'])}") or {}
+        detail = client.find(f"/snapshots/{quote_segment(shape['id'])}") or {}
         users: dict[str, tuple[str, ...]] = {}
         for each in detail.get("users") or ():
             users[each["kind"]] = (*users.get(each["kind"], ()), each["name"])
         if users:
-            found[shape["id"]] = users
-    return found
+            users_by_id[shape["id"]] = users
+    return users_by_id
 
 
 def view(shape: Mapping[str, Any]) -> dict[str, Any]:
     return {key: shape[key] for key in ("name", "description", "source_sandbox_id", "status", "volumes")}
 
 
-def plan(want: Desired, have: Current) -> Plan:
+def plan(want: DesiredState, have: CurrentState) -> Plan:
     planner = Planner()
     for name in want.names:
-        planner.item(name, lambda name=name: _plan_one(want, have, name))
+        planner.add(name, lambda name=name: _plan_one(want, have, name))
     return planner.plan()
 
 
-def _plan_one(want: Desired, have: Current, name: str) -> list[Action]:
-    now = have.things.get(name)
+def _plan_one(want: DesiredState, have: CurrentState, name: str) -> list[Action]:
+    current = have.resources.get(name)
     if want.state == "absent":
-        return [] if now is None else [_remove(want, have, name, now)]
-    if now is not None:
-        _check_same(want, have, name, now)
+        return [] if current is None else [_plan_removal(want, have, name, current)]
+    if current is not None:
+        _check_matches(want, have, name, current)
         return []
-    if name in have.taken:
-        raise _refusals.name_taken(name, have.taken[name])
+    if name in have.taken_names:
+        raise _refusals.name_taken(name, have.taken_names[name])
     sandbox = have.sandboxes[want.sandboxes[name]]
-    if want.when_changed and unchanged_since(want, have, sandbox) is not None:
+    if want.when_changed and find_unchanged_snapshot(want, have, sandbox) is not None:
         return []
     check_running_for_capture(want.sandboxes[name], sandbox)
-    return [_capture(want, name, sandbox)]
+    return [_plan_capture(want, name, sandbox)]
 
 
-def _capture(want: Desired, name: str, sandbox: Mapping[str, Any]) -> Action:
+def _plan_capture(want: DesiredState, name: str, sandbox: Mapping[str, Any]) -> Action:
     for volume in want.volumes or ():
         if all(each["name"] != volume for each in sandbox["volumes"]):
             raise _refusals.volume_not_mounted(volume, sandbox["name"], sandbox["id"])
@@ -217,7 +221,7 @@ def _capture(want: Desired, name: str, sandbox: Mapping[str, Any]) -> Action:
 
 
 def check_running_for_capture(ref: str, sandbox: Mapping[str, Any]) -> None:
-    """Raise Failure for a paused sandbox, which cannot be captured."""
+    """Raise Failure if the sandbox is paused, because only running sandboxes can be captured."""
     if sandbox["state"] != "running":
         raise _refusals.paused_for_capture(ref, sandbox["id"])
 
@@ -236,9 +240,12 @@ def captured_view(
     }
 
 
-def unchanged_since(want: Desired, have: Current, sandbox: Mapping[str, Any]) -> Mapping[str, Any] | None:
-    """Return the sandbox's last snapshot, if its file system has not changed since and it holds the requested
-    volumes.
+def find_unchanged_snapshot(
+    want: DesiredState, have: CurrentState, sandbox: Mapping[str, Any]
+) -> Mapping[str, Any] | None:
+    """Return the sandbox's last snapshot if a new one would be the same, or None.
+
+    That is the case if the file system has not changed since, and the snapshot includes the requested volumes.
     """
     head = have.heads.get(sandbox["snapshot_id"])
     if head is None or head["source_sandbox_id"] != sandbox["id"] or sandbox["diverged"] is not False:
@@ -246,45 +253,47 @@ def unchanged_since(want: Desired, have: Current, sandbox: Mapping[str, Any]) ->
     return head if set(want.volumes or ()) <= set(head["volumes"]) else None
 
 
-def _check_same(want: Desired, have: Current, name: str, now: Mapping[str, Any]) -> None:
-    """Raise Failure if the existing snapshot differs from the request, since snapshots never change."""
+def _check_matches(want: DesiredState, have: CurrentState, name: str, current: Mapping[str, Any]) -> None:
+    """Raise Failure if the existing snapshot differs from the request, because snapshots cannot change."""
     sandbox = have.sandboxes.get(want.sandboxes[name])
-    other = []
-    if sandbox is not None and now["source_sandbox_id"] != sandbox["id"]:
-        other.append(f"is of sandbox {now['source_sandbox_id']}, not of {want.sandboxes[name]!r}")
-    if want.description is not None and now["description"] != want.description:
-        other.append(f"has the description {now['description']!r}")
-    if want.memory == "none" and now["memory"] != "none":
-        other.append("holds memory")
-    if want.volumes is not None and now["volumes"] != sorted(want.volumes):
-        other.append(f"includes the volumes {', '.join(now['volumes'])}" if now["volumes"] else "includes no volume")
-    if other:
+    differences = []
+    if sandbox is not None and current["source_sandbox_id"] != sandbox["id"]:
+        differences.append(f"captures sandbox {current['source_sandbox_id']}, not {want.sandboxes[name]!r}")
+    if want.description is not None and current["description"] != want.description:
+        differences.append(f"has the description {current['description']!r}")
+    if want.memory == "none" and current["memory"] != "none":
+        differences.append("includes memory")
+    if want.volumes is not None and current["volumes"] != sorted(want.volumes):
+        differences.append(
+            f"includes the volumes {', '.join(current['volumes'])}" if current["volumes"] else "includes no volume"
+        )
+    if differences:
         raise Failure(
-            f"snapshot {name!r} exists and {' and '.join(other)}: a snapshot never changes, so choose "
+            f"snapshot {name!r} already exists and {' and '.join(differences)}: a snapshot never changes, so choose "
             "another name, or remove it first with state: absent",
             "conflict",
-            blockers=[now["id"]],
+            blockers=[current["id"]],
         )
 
 
-def _remove(want: Desired, have: Current, name: str, now: Mapping[str, Any]) -> Action:
-    check_unused("snapshot", name, have.users.get(now["id"]))
-    request = {"place": f"/snapshots/{segment(now['id'])}", "when_unused": want.when_unused}
-    return Action("remove", (Change(name, view(now), None, SNAPSHOT),), request)
+def _plan_removal(want: DesiredState, have: CurrentState, name: str, current: Mapping[str, Any]) -> Action:
+    check_unused("snapshot", name, have.users.get(current["id"]))
+    request = {"place": f"/snapshots/{quote_segment(current['id'])}", "when_unused": want.when_unused}
+    return Action("remove", (Change(name, view(current), None, SNAPSHOT),), request)
 
 
-def check_unused(what: str, name: str, users: Users | None) -> None:
-    """Raise Failure for a resource in use; ``users`` is None if it is unused."""
+def check_unused(kind: str, name: str, users: Users | None) -> None:
+    """Raise Failure if ``users`` is not None, which means that the resource is in use."""
     if users is not None:
-        raise _refusals.in_use(what, name, users)
+        raise _refusals.in_use(kind, name, users)
 
 
 def apply(action: Action, client: Client) -> dict[str, Failure]:
     """Carry out one action. Raises Failure."""
     request = action.request
     if action.verb == "capture":
-        with still_there("sandbox", request["ref"], request["sandbox"]):
-            client.post(f"/sandboxes/{segment(request['sandbox'])}/snapshots", dict(request["body"]))
+        with explaining_removal("sandbox", request["ref"], request["sandbox"]):
+            client.post(f"/sandboxes/{quote_segment(request['sandbox'])}/snapshots", dict(request["body"]))
     elif action.verb == "remove":
         client.delete(request["place"], when="unused" if request["when_unused"] else "")
     else:
@@ -292,18 +301,18 @@ def apply(action: Action, client: Client) -> dict[str, Failure]:
     return {}
 
 
-def lists(want: Desired) -> dict[str, tuple[str, ...]]:
-    """Return the lists of a result, in order: key → names."""
+def result_lists(want: DesiredState) -> dict[str, tuple[str, ...]]:
+    """Return the keys of the result's lists, in order, with the names of the resources in each list."""
     return {PLURAL: want.names}
 
 
-def things_of(want: Desired, have: Current) -> Mapping[str, Mapping[str, Any]]:
-    """Return snapshots by name. If ``when_changed`` skipped a snapshot, the sandbox's last snapshot takes its place."""
-    result = dict(have.things)
+def resources_by_name(want: DesiredState, have: CurrentState) -> Mapping[str, Mapping[str, Any]]:
+    """Return snapshots by name. The sandbox's last snapshot stands in for one that ``when_changed`` skipped."""
+    result = dict(have.resources)
     for name, ref in want.sandboxes.items():
         sandbox = have.sandboxes.get(ref)
         if name not in result and sandbox is not None and want.when_changed:
-            head = unchanged_since(want, have, sandbox)
+            head = find_unchanged_snapshot(want, have, sandbox)
             if head is not None:
                 result[name] = head
     return result

@@ -2,7 +2,7 @@
 # GNU General Public License v3.0+ (see COPYING or https://www.gnu.org/licenses/gpl-3.0.txt)
 # SPDX-License-Identifier: GPL-3.0-or-later
 
-"""Implement ``sandbox_template``: build templates from a recipe, and remove templates."""
+"""Implement ``sandbox_template``: build templates from recipes, and remove templates."""
 
 from __future__ import annotations
 
@@ -12,26 +12,26 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from ansible_collections.grove.sandbox.plugins.module_utils import _refusals
-from ansible_collections.grove.sandbox.plugins.module_utils._client import segment
+from ansible_collections.grove.sandbox.plugins.module_utils._client import quote_segment
 from ansible_collections.grove.sandbox.plugins.module_utils._failure import Failure
-from ansible_collections.grove.sandbox.plugins.module_utils._names import holders
+from ansible_collections.grove.sandbox.plugins.module_utils._names import find_taken_names
 from ansible_collections.grove.sandbox.plugins.module_utils._plan import (
     TEMPLATE,
     Action,
     Change,
     Plan,
     Planner,
-    at_least,
-    checked_names,
+    require_minimum,
+    validate_names,
 )
-from ansible_collections.grove.sandbox.plugins.module_utils._shapes import RECIPE_WORDS, TEMPLATE_KEYS, template_shape
-from ansible_collections.grove.sandbox.plugins.module_utils._snapshot import check_unused, users_of
+from ansible_collections.grove.sandbox.plugins.module_utils._shapes import RECIPE_FIELDS, TEMPLATE_KEYS, template_shape
+from ansible_collections.grove.sandbox.plugins.module_utils._snapshot import check_unused, find_users
 
 if TYPE_CHECKING:
     from ansible_collections.grove.sandbox.plugins.module_utils._client import Client
 
 SINGULAR, PLURAL = "template", "templates"
-SHOWN = {PLURAL: TEMPLATE_KEYS}
+RESULT_KEYS = {PLURAL: TEMPLATE_KEYS}
 
 ARGUMENTS: dict[str, Any] = {
     "name": {"type": "list", "elements": "str", "required": True, "aliases": ["names"]},
@@ -56,14 +56,15 @@ ARGUMENTS: dict[str, Any] = {
 }
 RULES: dict[str, Any] = {"required_if": [("from", "rootfs", ("path",))]}
 
-TAIL = 20
-"""Number of log lines in the message of a failed build."""
+LOG_TAIL_LINES = 20
+"""Number of log lines quoted in the message of a failed build."""
 POLL_SECONDS = (0.1, 2.0)
+"""The first and the longest delay between two queries of a build's status."""
 
 
 @dataclass(frozen=True)
-class Desired:
-    """The user's options. ``recipe`` uses the names of module options, with defaults for options that are not set."""
+class DesiredState:
+    """The user's options. ``recipe`` has the names of module options, with defaults for options that are not set."""
 
     names: tuple[str, ...]
     state: str
@@ -74,37 +75,37 @@ class Desired:
 
 
 @dataclass(frozen=True)
-class Current:
-    things: Mapping[str, Mapping[str, Any]]
-    taken: Mapping[str, str] = field(default_factory=dict)
+class CurrentState:
+    resources: Mapping[str, Mapping[str, Any]]
+    taken_names: Mapping[str, str] = field(default_factory=dict)
     users: Mapping[str, Mapping[str, tuple[str, ...]]] = field(default_factory=dict)
 
 
-def desired(params: Mapping[str, Any]) -> Desired:
-    recipe = {word: params[word] for word in RECIPE_WORDS}
+def desired_state(params: Mapping[str, Any]) -> DesiredState:
+    recipe = {option: params[option] for option in RECIPE_FIELDS}
     recipe["packages"] = sorted(set(recipe["packages"]))
-    for word in ("cpus", "memory_mb", "disk_mb", "ready_timeout", "setup_timeout"):
-        at_least(recipe[word], 1, word)
-    return Desired(
-        names=checked_names(params["name"], "template"),
+    for option in ("cpus", "memory_mb", "disk_mb", "ready_timeout", "setup_timeout"):
+        require_minimum(recipe[option], 1, option)
+    return DesiredState(
+        names=validate_names(params["name"], "template"),
         state=params["state"],
         recipe=recipe,
         rebuild_outdated=params.get("rebuild_outdated") is not False,
-        wait_timeout=at_least(params.get("wait_timeout") or 0, 0, "wait_timeout"),
+        wait_timeout=require_minimum(params.get("wait_timeout") or 0, 0, "wait_timeout"),
         when_unused=bool(params.get("when_unused")),
     )
 
 
-def observe(client: Client, want: Desired) -> Current:
-    things = {}
+def observe(client: Client, want: DesiredState) -> CurrentState:
+    resources = {}
     for name in want.names:
-        found = client.find(f"/templates/{segment(name)}")
-        if found is not None:
-            things[name] = template_shape(found)
+        entry = client.find(f"/templates/{quote_segment(name)}")
+        if entry is not None:
+            resources[name] = template_shape(entry)
     if want.state == "absent":
-        return Current(things, users={} if want.when_unused else users_of(client, things.values()))
-    missing = [name for name in want.names if name not in things]
-    return Current(things, holders(client, missing, other_than="template"))
+        return CurrentState(resources, users={} if want.when_unused else find_users(client, resources.values()))
+    missing = [name for name in want.names if name not in resources]
+    return CurrentState(resources, find_taken_names(client, missing, except_kind="template"))
 
 
 def view(shape: Mapping[str, Any]) -> dict[str, Any]:
@@ -112,56 +113,59 @@ def view(shape: Mapping[str, Any]) -> dict[str, Any]:
     return {"name": shape["name"], "status": shape["status"], **outdated, "recipe": dict(shape["recipe"])}
 
 
-def plan(want: Desired, have: Current) -> Plan:
+def plan(want: DesiredState, have: CurrentState) -> Plan:
     planner = Planner()
     for name in want.names:
-        planner.item(name, lambda name=name: _plan_one(want, have, name))
+        planner.add(name, lambda name=name: _plan_one(want, have, name))
     return planner.plan()
 
 
-def _plan_one(want: Desired, have: Current, name: str) -> list[Action]:
-    now = have.things.get(name)
+def _plan_one(want: DesiredState, have: CurrentState, name: str) -> list[Action]:
+    current = have.resources.get(name)
     if want.state == "absent":
-        if now is not None and now["status"] == "building":
-            raise _refusals.building(name)
-        return [] if now is None or now["status"] == "error" else [_remove(want, have, name, now)]
-    if now is None and name in have.taken:
-        raise _refusals.name_taken(name, have.taken[name])
-    if now is not None and _is_up_to_date(want, now):
+        if current is not None and current["status"] == "building":
+            raise _refusals.template_building(name)
+        return [] if current is None or current["status"] == "error" else [_plan_removal(want, have, name, current)]
+    if current is None and name in have.taken_names:
+        raise _refusals.name_taken(name, have.taken_names[name])
+    if current is not None and _is_up_to_date(want, current):
         return []
-    before = None if now is None else view(now)
+    before = None if current is None else view(current)
     after: dict[str, Any] = {"name": name, "recipe": dict(want.recipe)}
     if before and "outdated" in before:
         after["outdated"] = False
     if want.wait_timeout:
         after["status"] = "ready"
-    body = {"name": name, **{RECIPE_WORDS[word]: value for word, value in want.recipe.items()}}
+    body = {"name": name, **{RECIPE_FIELDS[option]: value for option, value in want.recipe.items()}}
     return [Action("build", (Change(name, before, after, TEMPLATE),), {"body": body, "wait": want.wait_timeout})]
 
 
-def _is_up_to_date(want: Desired, now: Mapping[str, Any]) -> bool:
-    """Return whether the template was built from the recipe, or is being built from it if the task does not wait.
+def _is_up_to_date(want: DesiredState, current: Mapping[str, Any]) -> bool:
+    """Return whether the template was built from the recipe and is not outdated.
 
-    A template of which the gateway cannot tell whether it is outdated counts as up to date.
+    If the task does not wait, a template that is still being built counts too. If the gateway cannot determine whether
+    a template is outdated, it is treated as up to date.
     """
-    fine = ("ready",) if want.wait_timeout else ("ready", "building")
-    same = all(now["recipe"].get(word) == value for word, value in want.recipe.items())
-    return now["status"] in fine and same and not (want.rebuild_outdated and now["outdated"])
+    accepted_states = ("ready",) if want.wait_timeout else ("ready", "building")
+    has_same_recipe = all(current["recipe"].get(option) == value for option, value in want.recipe.items())
+    return (
+        current["status"] in accepted_states and has_same_recipe and not (want.rebuild_outdated and current["outdated"])
+    )
 
 
-def _remove(want: Desired, have: Current, name: str, now: Mapping[str, Any]) -> Action:
-    check_unused("template", name, have.users.get(now["id"]))
-    request = {"place": f"/templates/{segment(now['id'])}", "when_unused": want.when_unused}
-    return Action("remove", (Change(name, view(now), None, TEMPLATE),), request)
+def _plan_removal(want: DesiredState, have: CurrentState, name: str, current: Mapping[str, Any]) -> Action:
+    check_unused("template", name, have.users.get(current["id"]))
+    request = {"place": f"/templates/{quote_segment(current['id'])}", "when_unused": want.when_unused}
+    return Action("remove", (Change(name, view(current), None, TEMPLATE),), request)
 
 
 def apply(action: Action, client: Client) -> dict[str, Failure]:
-    """Carry out one action. Raises Failure. For a failed build, the message shows the end of its log."""
+    """Carry out one action. Raises Failure; for a failed build, its message quotes the end of the log."""
     request = action.request
     if action.verb == "build":
-        started = client.post("/templates", dict(request["body"]))
-        if started.get("buildStatus") != "ready" and request["wait"]:
-            _wait(client, action.changes[0].name, started, request["wait"])
+        template = client.post("/templates", dict(request["body"]))
+        if template.get("buildStatus") != "ready" and request["wait"]:
+            _wait_for_build(client, action.changes[0].name, template, request["wait"])
     elif action.verb == "remove":
         client.delete(request["place"], when="unused" if request["when_unused"] else "")
     else:
@@ -169,39 +173,39 @@ def apply(action: Action, client: Client) -> dict[str, Failure]:
     return {}
 
 
-def _wait(client: Client, name: str, started: Mapping[str, Any], seconds: float) -> None:
+def _wait_for_build(client: Client, name: str, template: Mapping[str, Any], seconds: float) -> None:
     deadline = time.monotonic() + seconds
-    place = f"/templates/{segment(started['templateID'])}/builds/{segment(started['buildID'])}/status"
-    pause, longest = POLL_SECONDS
+    path = f"/templates/{quote_segment(template['templateID'])}/builds/{quote_segment(template['buildID'])}/status"
+    delay, max_delay = POLL_SECONDS
     lines: list[str] = []
     offset = 0
     while True:
-        build = client.get(place, logsOffset=offset)
-        fresh = build.get("logs") or []
-        offset += len(fresh)
-        lines = [*lines, *fresh][-TAIL:]
+        build = client.get(path, logsOffset=offset)
+        new_lines = build.get("logs") or []
+        offset += len(new_lines)
+        lines = [*lines, *new_lines][-LOG_TAIL_LINES:]
         if build["status"] == "ready":
             return
         if build["status"] == "error":
             reason = build.get("reason") or "the gateway reported no reason"
-            raise Failure(_with_log(f"the build of template {name!r} failed: {reason}", lines), "backend_failed")
-        left = deadline - time.monotonic()
-        if left <= 0:
-            story = (
+            raise Failure(_append_log(f"the build of template {name!r} failed: {reason}", lines), "backend_failed")
+        remaining = deadline - time.monotonic()
+        if remaining <= 0:
+            message = (
                 f"template {name!r} is still being built after {seconds:g} s: run the task again to continue waiting"
             )
-            raise Failure(_with_log(story, lines), "timeout", blockers=[started["buildID"]])
-        time.sleep(min(pause, left))
-        pause = min(pause * 1.5, longest)
+            raise Failure(_append_log(message, lines), "timeout", blockers=[template["buildID"]])
+        time.sleep(min(delay, remaining))
+        delay = min(delay * 1.5, max_delay)
 
 
-def _with_log(sentence: str, lines: list[str]) -> str:
-    return "\n".join([sentence, "The end of its log:", *lines]) if lines else sentence
+def _append_log(message: str, lines: list[str]) -> str:
+    return "\n".join([message, "The end of its log:", *lines]) if lines else message
 
 
-def lists(want: Desired) -> dict[str, tuple[str, ...]]:
+def result_lists(want: DesiredState) -> dict[str, tuple[str, ...]]:
     return {PLURAL: want.names}
 
 
-def things_of(want: Desired, have: Current) -> Mapping[str, Mapping[str, Any]]:
-    return have.things
+def resources_by_name(want: DesiredState, have: CurrentState) -> Mapping[str, Mapping[str, Any]]:
+    return have.resources

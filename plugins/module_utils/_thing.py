@@ -2,7 +2,7 @@
 # GNU General Public License v3.0+ (see COPYING or https://www.gnu.org/licenses/gpl-3.0.txt)
 # SPDX-License-Identifier: GPL-3.0-or-later
 
-"""Interfaces of one kind of resource, used by ``_run``, the modules and the action plugins."""
+"""The interfaces that ``_run``, the modules and the action plugins use for each kind of resource."""
 
 from __future__ import annotations
 
@@ -17,60 +17,60 @@ if TYPE_CHECKING:
 Params = Mapping[str, Any]
 """Options of a task, validated by the argument specification."""
 Shapes = Mapping[str, Mapping[str, Any]]
-"""Resources in the form of results, by the name that the user gave."""
+"""The shapes of resources, by the names in the task's options."""
 
 
-class Declared(Protocol):
-    """A sibling module such as ``_sandbox`` that plans and applies changes to one kind of resource."""
+class ManagedKind(Protocol):
+    """A Python module, such as ``_sandbox``, that plans and applies changes to one kind of resource."""
 
     SINGULAR: str
     PLURAL: str
-    """Keys of a result: one resource, and the list of them."""
-    SHOWN: dict[str, tuple[str, ...]]
-    """For each list of a result, the keys of its entries in order."""
+    """Keys of the result: one resource, and the list of resources."""
+    RESULT_KEYS: dict[str, tuple[str, ...]]
+    """For each list in the result, the keys of its entries, in order."""
     ARGUMENTS: dict[str, Any]
     """The argument specification without the common options."""
     RULES: dict[str, Any]
-    """Rules between options, in the form of AnsibleModule's arguments."""
+    """Constraints between options, as keyword arguments of AnsibleModule."""
 
     @staticmethod
-    def desired(params: Params) -> Any:
+    def desired_state(params: Params) -> Any:
         """Return the requested state in canonical form. Raises Failure."""
 
     @staticmethod
     def observe(client: Client, want: Any) -> Any:
-        """Return the current state, as far as a plan needs it. Raises Failure."""
+        """Query the current state that a plan needs. Raises Failure."""
 
     @staticmethod
     def plan(want: Any, have: Any) -> Plan:
-        """Return the actions that lead from ``have`` to ``want``. Sends no requests."""
+        """Return the actions that change ``have`` to ``want``. Sends no requests."""
 
     @staticmethod
     def apply(action: Action, client: Client) -> dict[str, Failure]:
-        """Carry out one action. Returns failures by name if the action can fail in part. Raises Failure."""
+        """Carry out one action. Returns the failures by name if only some of its changes failed. Raises Failure."""
 
     @staticmethod
-    def lists(want: Any) -> dict[str, tuple[str, ...]]:
-        """Return the lists of a result, in order, and the names in each."""
+    def result_lists(want: Any) -> dict[str, tuple[str, ...]]:
+        """Return the keys of the result's lists, in order, with the names of the resources in each list."""
 
     @staticmethod
-    def things_of(want: Any, have: Any) -> Shapes:
-        """Return the shapes of existing resources, by the names in ``lists``."""
+    def resources_by_name(want: Any, have: Any) -> Shapes:
+        """Return the shapes of the existing resources, by the names that ``result_lists`` returns."""
 
 
-class Listed(Protocol):
-    """A ``Listing`` of ``_info``: one kind of resource for a read-only module."""
+class ListedKind(Protocol):
+    """A ``Listing`` of ``_info``, with which a read-only module lists one kind of resource."""
 
     @property
     def ARGUMENTS(self) -> dict[str, Any]:
-        """See Declared."""
+        """See ManagedKind."""
 
     @property
     def RULES(self) -> dict[str, Any]:
-        """See Declared."""
+        """See ManagedKind."""
 
     def result(self, client: Client, params: Params) -> dict[str, Any]:
         """Return the module's result. Raises Failure."""
 
 
-Thing = Union[Declared, Listed]
+ResourceKind = Union[ManagedKind, ListedKind]

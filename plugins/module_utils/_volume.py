@@ -2,7 +2,7 @@
 # GNU General Public License v3.0+ (see COPYING or https://www.gnu.org/licenses/gpl-3.0.txt)
 # SPDX-License-Identifier: GPL-3.0-or-later
 
-"""Implement ``sandbox_volume``: create, change and remove volumes with their snapshots and attachments."""
+"""Implement ``sandbox_volume``: create, change and remove volumes, with their snapshots and attachments."""
 
 from __future__ import annotations
 
@@ -11,22 +11,22 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from ansible_collections.grove.sandbox.plugins.module_utils import _refusals
-from ansible_collections.grove.sandbox.plugins.module_utils._client import segment
+from ansible_collections.grove.sandbox.plugins.module_utils._client import quote_segment
 from ansible_collections.grove.sandbox.plugins.module_utils._failure import Failure
 from ansible_collections.grove.sandbox.plugins.module_utils._mounts import (
-    check_apart,
+    check_no_overlap,
     check_running,
-    checked_path,
+    validate_path,
 )
-from ansible_collections.grove.sandbox.plugins.module_utils._names import holders
+from ansible_collections.grove.sandbox.plugins.module_utils._names import find_taken_names
 from ansible_collections.grove.sandbox.plugins.module_utils._plan import (
     VOLUME,
     Action,
     Change,
     Plan,
     Planner,
-    at_least,
-    checked_names,
+    require_minimum,
+    validate_names,
 )
 from ansible_collections.grove.sandbox.plugins.module_utils._shapes import VOLUME_KEYS, sandbox_shape, volume_shape
 
@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from ansible_collections.grove.sandbox.plugins.module_utils._client import Client
 
 SINGULAR, PLURAL = "volume", "volumes"
-SHOWN = {PLURAL: VOLUME_KEYS}
+RESULT_KEYS = {PLURAL: VOLUME_KEYS}
 
 ARGUMENTS: dict[str, Any] = {
     "name": {"type": "list", "elements": "str", "required": True, "aliases": ["names"]},
@@ -58,13 +58,13 @@ ARGUMENTS: dict[str, Any] = {
 }
 RULES: dict[str, Any] = {}
 
-DEFAULT_MB = 1024
-SMALLEST_MB = 64
+DEFAULT_SIZE_MB = 1024
+MIN_SIZE_MB = 64
 
 
 @dataclass(frozen=True)
-class Desired:
-    """The user's options; None: not set. ``attachments``: sandbox → (path, read-only)."""
+class DesiredState:
+    """The user's options; None means not set. ``attachments`` maps each sandbox to (path, read-only)."""
 
     names: tuple[str, ...]
     state: str
@@ -78,22 +78,23 @@ class Desired:
 
 
 @dataclass(frozen=True)
-class Current:
-    """The current state: volumes and sandboxes by requested name. ``source``: the snapshot to copy, None if missing.
+class CurrentState:
+    """The current state: the requested volumes and sandboxes by name.
 
-    ``captures``: names and ids of each volume's snapshots, including those captured with sandboxes.
+    ``source`` is the snapshot to copy, or None if it does not exist. ``captures`` holds the names and ids of each
+    volume's snapshots, including those captured with sandboxes.
     """
 
-    things: Mapping[str, Mapping[str, Any]]
+    resources: Mapping[str, Mapping[str, Any]]
     captures: Mapping[str, frozenset[str]] = field(default_factory=dict)
     sandboxes: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     source: Mapping[str, Any] | None = None
-    taken: Mapping[str, str] = field(default_factory=dict)
+    taken_names: Mapping[str, str] = field(default_factory=dict)
 
 
-def desired(params: Mapping[str, Any]) -> Desired:
-    names = checked_names(params["name"], "volume")
-    attachments = _attachments(params.get("attachments"))
+def desired_state(params: Mapping[str, Any]) -> DesiredState:
+    names = validate_names(params["name"], "volume")
+    attachments = _parse_attachments(params.get("attachments"))
     absent = params["state"] == "absent"
     if attachments and len(names) > 1:
         raise Failure(
@@ -102,7 +103,7 @@ def desired(params: Mapping[str, Any]) -> Desired:
         )
     if attachments and absent:
         raise Failure(
-            "with state: absent a volume cannot have attachments: set attachments to [] to detach it everywhere"
+            "with state: absent, a volume cannot have attachments: set attachments to [] to detach it everywhere"
         )
     snapshots = params.get("snapshots")
     rollback_to = params.get("rollback_to") or ""
@@ -110,154 +111,157 @@ def desired(params: Mapping[str, Any]) -> Desired:
         raise Failure(
             f"rollback_to {rollback_to!r} is not in snapshots, and purge would remove it: add it to snapshots"
         )
-    return Desired(
+    return DesiredState(
         names=names,
         state=params["state"],
-        size_mb=at_least(params.get("size_mb"), SMALLEST_MB, "size_mb"),
-        source=_source(params.get("from_snapshot")),
+        size_mb=require_minimum(params.get("size_mb"), MIN_SIZE_MB, "size_mb"),
+        source=_parse_source(params.get("from_snapshot")),
         attachments=attachments,
-        snapshots=checked_names(snapshots, "snapshot") if snapshots else None if snapshots is None else (),
+        snapshots=validate_names(snapshots, "snapshot") if snapshots else None if snapshots is None else (),
         rollback_to=rollback_to,
         force=bool(params.get("force")),
         purge=bool(params.get("purge")),
     )
 
 
-def _attachments(given: Iterable[Mapping[str, Any]] | None) -> dict[str, tuple[str, bool]] | None:
-    if given is None:
+def _parse_attachments(option: Iterable[Mapping[str, Any]] | None) -> dict[str, tuple[str, bool]] | None:
+    if option is None:
         return None
     result: dict[str, tuple[str, bool]] = {}
-    for each in given:
+    for each in option:
         if each["sandbox"] in result:
             raise Failure(
                 f"sandbox {each['sandbox']!r} is listed twice, but it can mount the volume at only one path: "
                 "list it once"
             )
-        result[each["sandbox"]] = (checked_path(each["path"]), bool(each.get("read_only")))
+        result[each["sandbox"]] = (validate_path(each["path"]), bool(each.get("read_only")))
     return result
 
 
-def _source(given: str | None) -> tuple[str, str] | None:
-    if not given:
+def _parse_source(option: str | None) -> tuple[str, str] | None:
+    if not option:
         return None
-    volume, _at, snapshot = given.partition("@")
+    volume, _separator, snapshot = option.partition("@")
     if not volume or not snapshot:
-        raise Failure(f"from_snapshot {given!r} is not a snapshot of a volume: use VOLUME@SNAPSHOT")
+        raise Failure(f"from_snapshot {option!r} is not a snapshot of a volume: use VOLUME@SNAPSHOT")
     return volume, snapshot
 
 
-def observe(client: Client, want: Desired) -> Current:
-    things, captures = {}, {}
+def observe(client: Client, want: DesiredState) -> CurrentState:
+    resources, captures = {}, {}
     for name in want.names:
-        found = client.find(f"/volumes/{segment(name)}")
-        if found is not None:
-            snapshots = list(client.pages(f"/volumes/{segment(name)}/snapshots"))
-            things[name] = volume_shape(found, snapshots)
+        entry = client.find(f"/volumes/{quote_segment(name)}")
+        if entry is not None:
+            snapshots = list(client.pages(f"/volumes/{quote_segment(name)}/snapshots"))
+            resources[name] = volume_shape(entry, snapshots)
             captures[name] = frozenset(ref for each in snapshots for ref in (each["name"], each["snapshotID"]))
     if want.state == "absent":
-        return Current(things, captures)
+        return CurrentState(resources, captures)
     sandboxes = {}
     for ref in want.attachments or ():
-        detail = client.find(f"/sandboxes/{segment(ref)}")
+        detail = client.find(f"/sandboxes/{quote_segment(ref)}")
         if detail is not None:
             sandboxes[ref] = sandbox_shape(detail)
-    missing = [name for name in want.names if name not in things]
-    taken = holders(client, missing, other_than="volume")
-    return Current(things, captures, sandboxes, _find_source(client, want), taken)
+    missing = [name for name in want.names if name not in resources]
+    taken_names = find_taken_names(client, missing, except_kind="volume")
+    return CurrentState(resources, captures, sandboxes, _find_source(client, want), taken_names)
 
 
-def _find_source(client: Client, want: Desired) -> Mapping[str, Any] | None:
+def _find_source(client: Client, want: DesiredState) -> Mapping[str, Any] | None:
     if want.source is None:
         return None
     volume, snapshot = want.source
-    place = f"/volumes/{segment(volume)}"
-    if client.find(place) is None:
+    path = f"/volumes/{quote_segment(volume)}"
+    if client.find(path) is None:
         return None
-    entries = client.pages(f"{place}/snapshots")
+    entries = client.pages(f"{path}/snapshots")
     return next((each for each in entries if snapshot in (each["name"], each["snapshotID"])), None)
 
 
 def view(shape: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the declared part of a volume."""
+    """Return the properties of a volume that a task can declare."""
     return {key: shape[key] for key in ("name", "size_mb", "attachments", "snapshots", "from_snapshot")}
 
 
-def plan(want: Desired, have: Current) -> Plan:
+def plan(want: DesiredState, have: CurrentState) -> Plan:
     planner = Planner()
     for name in want.names:
-        planner.item(name, lambda name=name: _plan_one(want, have, name))
+        planner.add(name, lambda name=name: _plan_one(want, have, name))
     return planner.plan()
 
 
-def _plan_one(want: Desired, have: Current, name: str) -> list[Action]:
-    now = have.things.get(name)
+def _plan_one(want: DesiredState, have: CurrentState, name: str) -> list[Action]:
+    current = have.resources.get(name)
     if want.state == "absent":
-        return [] if now is None else _remove(want, name, now)
-    steps = _Steps(want, have, name)
-    if now is None:
-        steps.create()
+        return [] if current is None else _plan_removal(want, name, current)
+    volume_plan = _VolumePlan(want, have, name)
+    if current is None:
+        volume_plan.plan_create()
     else:
-        steps.before = view(now)
-        _check_same(want, have, name, now)
-    steps.detach()
-    steps.capture()
-    steps.rollback()
-    steps.grow()
-    steps.attach()
-    steps.purge()
-    return steps.actions
+        volume_plan.before = view(current)
+        _check_matches(want, have, name, current)
+    volume_plan.plan_detach()
+    volume_plan.plan_capture()
+    volume_plan.plan_rollback()
+    volume_plan.plan_grow()
+    volume_plan.plan_attach()
+    volume_plan.plan_purge()
+    return volume_plan.actions
 
 
-class _Steps:
-    """The steps of one volume's plan.
+class _VolumePlan:
+    """Builds the plan of one volume.
 
-    Detaches first, then takes snapshots, rolls back, grows, attaches, and removes surplus snapshots.
+    Call the methods in this order: detach, take snapshots, roll back, grow, attach, remove surplus snapshots.
     """
 
-    def __init__(self, want: Desired, have: Current, name: str) -> None:
+    def __init__(self, want: DesiredState, have: CurrentState, name: str) -> None:
         self.want = want
         self.have = have
         self.name = name
         self.before: dict[str, Any] | None = None
         self.actions: list[Action] = []
-        self.owner = have.things.get(name, {}).get("owner_sandbox_id", "")
+        self.owner = have.resources.get(name, {}).get("owner_sandbox_id", "")
 
-    def _step(self, verb: str, request: Mapping[str, Any], **to: Any) -> None:
-        after = {**(self.before or {}), **to}
+    def _add_step(self, verb: str, request: Mapping[str, Any], **changes: Any) -> None:
+        after = {**(self.before or {}), **changes}
         self.actions.append(Action(verb, (Change(self.name, self.before, after, VOLUME),), request))
         self.before = after
 
     @property
-    def _now(self) -> dict[str, Any]:
+    def _current_view(self) -> dict[str, Any]:
         if self.before is None:
             raise LookupError(f"volume {self.name} does not exist")
         return self.before
 
-    def create(self) -> None:
+    def plan_create(self) -> None:
         want, source = self.want, self.have.source
-        if self.name in self.have.taken:
-            raise _refusals.name_taken(self.name, self.have.taken[self.name])
+        if self.name in self.have.taken_names:
+            raise _refusals.name_taken(self.name, self.have.taken_names[self.name])
         if want.source is not None and source is None:
-            raise Failure(f"snapshot {want.source[1]!r} of volume {want.source[0]!r} not found", "not_found")
-        least = source["sizeMB"] if source is not None else SMALLEST_MB
-        size = want.size_mb or (source["sizeMB"] if source is not None else DEFAULT_MB)
-        if size < least:
-            raise _refusals.smaller_volume(self.name, size, least)
+            raise Failure(
+                f"snapshot {want.source[1]!r} of volume {want.source[0]!r} not found: use an existing snapshot",
+                "not_found",
+            )
+        minimum = source["sizeMB"] if source is not None else MIN_SIZE_MB
+        size = want.size_mb or (source["sizeMB"] if source is not None else DEFAULT_SIZE_MB)
+        if size < minimum:
+            raise _refusals.smaller_volume(self.name, size, minimum)
         body: dict[str, Any] = {"name": self.name, "sizeMB": size}
         if source is not None:
             body["fromSnapshot"] = source["snapshotID"]
-        fresh = {
+        new_view = {
             "name": self.name,
             "size_mb": size,
             "attachments": [],
             "snapshots": [],
             "from_snapshot": body.get("fromSnapshot", ""),
         }
-        self._step("create", {"body": body}, **fresh)
+        self._add_step("create", {"body": body}, **new_view)
 
-    def _wanted(self) -> list[dict[str, Any]]:
-        """Return the requested attachments in the form of the volume's shape."""
-        result = []
+    def _requested_attachments(self) -> list[dict[str, Any]]:
+        """Return the requested attachments as they appear in the volume's shape. Raises Failure."""
+        attachments = []
         for ref, (path, read_only) in (self.want.attachments or {}).items():
             sandbox = self.have.sandboxes.get(ref)
             if sandbox is None:
@@ -267,119 +271,129 @@ class _Steps:
                     "not_found",
                 )
             entry = {"sandbox": sandbox["name"], "sandbox_id": sandbox["id"], "path": path, "read_only": read_only}
-            result.append({**entry, "state": sandbox["state"]})
-        idents = [entry["sandbox_id"] for entry in result]
-        for entry in result:
+            attachments.append({**entry, "state": sandbox["state"]})
+        idents = [entry["sandbox_id"] for entry in attachments]
+        for entry in attachments:
             if idents.count(entry["sandbox_id"]) > 1:
                 raise Failure(f"sandbox {entry['sandbox']!r} is listed twice, by its name and by its id: list it once")
-        return result
+        return attachments
 
-    def detach(self) -> None:
+    def plan_detach(self) -> None:
         if self.want.attachments is None:
             return
-        wanted = [_key(entry) for entry in self._wanted()]
-        surplus = [each for each in self._now["attachments"] if _key(each) not in wanted]
-        if self.owner and surplus and len(surplus) == len(self._now["attachments"]):
+        requested = [_fixed_properties(entry) for entry in self._requested_attachments()]
+        surplus = [each for each in self._current_view["attachments"] if _fixed_properties(each) not in requested]
+        if self.owner and surplus and len(surplus) == len(self._current_view["attachments"]):
             raise Failure(
-                f"volume {self.name!r} is a private clone of sandbox {self.owner} and is removed with its "
+                f"volume {self.name!r} is a private clone for sandbox {self.owner} and is removed with its "
                 "last attachment: keep this attachment, or remove the volume with state: absent and attachments: []",
                 "conflict",
                 blockers=[self.owner],
             )
         for entry in surplus:
-            rest = [each for each in self._now["attachments"] if each != entry]
-            self._step("detach", {"sandbox": entry["sandbox_id"]}, attachments=rest)
+            rest = [each for each in self._current_view["attachments"] if each != entry]
+            self._add_step("detach", {"sandbox": entry["sandbox_id"]}, attachments=rest)
 
-    def capture(self) -> None:
+    def plan_capture(self) -> None:
         for snapshot in self.want.snapshots or ():
-            if snapshot not in self._now["snapshots"]:
-                snapshots = sorted([*self._now["snapshots"], snapshot])
-                self._step("capture", {"snapshot": snapshot}, snapshots=snapshots)
+            if snapshot not in self._current_view["snapshots"]:
+                snapshots = sorted([*self._current_view["snapshots"], snapshot])
+                self._add_step("capture", {"snapshot": snapshot}, snapshots=snapshots)
 
-    def rollback(self) -> None:
+    def plan_rollback(self) -> None:
         target = self.want.rollback_to
         if not target:
             return
-        if target not in self._now["snapshots"] and target not in self.have.captures.get(self.name, ()):
-            raise Failure(f"snapshot {target!r} of volume {self.name!r} not found", "not_found")
-        writers = [each for each in self._now["attachments"] if not each["read_only"]]
+        if target not in self._current_view["snapshots"] and target not in self.have.captures.get(self.name, ()):
+            raise Failure(
+                f"snapshot {target!r} of volume {self.name!r} not found: use an existing snapshot", "not_found"
+            )
+        writers = [each for each in self._current_view["attachments"] if not each["read_only"]]
         if writers and not self.want.force:
             raise _refusals.volume_has_writers(self.name, writers)
-        self._step("rollback", {"snapshot": target, "force": self.want.force}, content_of=target)
+        self._add_step("rollback", {"snapshot": target, "force": self.want.force}, content_of=target)
 
-    def grow(self) -> None:
+    def plan_grow(self) -> None:
         size = self.want.size_mb
-        if size is None or size == self._now["size_mb"]:
+        if size is None or size == self._current_view["size_mb"]:
             return
-        if size < self._now["size_mb"]:
-            raise _refusals.volume_cannot_shrink(self.name, self._now["size_mb"], size)
-        self._step("grow", {"size": size}, size_mb=size)
+        if size < self._current_view["size_mb"]:
+            raise _refusals.volume_cannot_shrink(self.name, self._current_view["size_mb"], size)
+        self._add_step("grow", {"size": size}, size_mb=size)
 
-    def attach(self) -> None:
+    def plan_attach(self) -> None:
         if self.want.attachments is None:
             return
-        there = [_key(each) for each in self._now["attachments"]]
-        for entry in self._wanted():
-            if _key(entry) in there:
+        existing = [_fixed_properties(each) for each in self._current_view["attachments"]]
+        for entry in self._requested_attachments():
+            if _fixed_properties(entry) in existing:
                 continue
             sandbox = next(each for each in self.have.sandboxes.values() if each["id"] == entry["sandbox_id"])
             check_running(sandbox["name"], sandbox, sandbox["id"])
             others = [each["path"] for each in sandbox["volumes"] if each["name"] != self.name]
-            check_apart([*others, entry["path"]])
+            check_no_overlap([*others, entry["path"]])
             attachments = sorted(
-                [*self._now["attachments"], entry], key=lambda each: (each["sandbox"], each["sandbox_id"])
+                [*self._current_view["attachments"], entry], key=lambda each: (each["sandbox"], each["sandbox_id"])
             )
             body = {"name": self.name, "path": entry["path"], "readOnly": entry["read_only"]}
-            self._step("attach", {"sandbox": sandbox["id"], "body": body}, attachments=attachments)
+            self._add_step("attach", {"sandbox": sandbox["id"], "body": body}, attachments=attachments)
 
-    def purge(self) -> None:
+    def plan_purge(self) -> None:
         if not self.want.purge or self.want.snapshots is None:
             return
-        for snapshot in [each for each in self._now["snapshots"] if each not in self.want.snapshots]:
-            rest = [each for each in self._now["snapshots"] if each != snapshot]
-            self._step("remove_snapshot", {"snapshot": snapshot}, snapshots=rest)
+        for snapshot in [each for each in self._current_view["snapshots"] if each not in self.want.snapshots]:
+            rest = [each for each in self._current_view["snapshots"] if each != snapshot]
+            self._add_step("remove_snapshot", {"snapshot": snapshot}, snapshots=rest)
 
 
-def _key(entry: Mapping[str, Any]) -> tuple[str, str, bool]:
-    """Return the properties of an attachment that cannot change in place."""
+def _fixed_properties(entry: Mapping[str, Any]) -> tuple[str, str, bool]:
+    """Return the properties of an attachment that can change only by detaching it."""
     return entry["sandbox_id"], entry["path"], entry["read_only"]
 
 
-def _check_same(want: Desired, have: Current, name: str, now: Mapping[str, Any]) -> None:
-    """Raise Failure if the volume was created from another snapshot than requested, if that is still known."""
-    if want.source is not None and (have.source or {}).get("snapshotID", now["from_snapshot"]) != now["from_snapshot"]:
-        found = f"from snapshot {now['from_snapshot']}" if now["from_snapshot"] else "empty"
+def _check_matches(want: DesiredState, have: CurrentState, name: str, current: Mapping[str, Any]) -> None:
+    """Raise Failure if the volume was not created from the requested snapshot. Passes if that no longer exists."""
+    if (
+        want.source is not None
+        and (have.source or {}).get("snapshotID", current["from_snapshot"]) != current["from_snapshot"]
+    ):
+        origin = f"from snapshot {current['from_snapshot']}" if current["from_snapshot"] else "empty"
         raise Failure(
-            f"volume {name!r} was made {found}, not from {'@'.join(want.source)}, which cannot change: choose another "
-            "name, or remove it first with state: absent, which loses its content",
+            f"volume {name!r} was created {origin}, not from {'@'.join(want.source)}, which cannot change: choose "
+            "another name, or remove it first with state: absent, which loses its contents",
             "conflict",
         )
 
 
-def _remove(want: Desired, name: str, now: Mapping[str, Any]) -> list[Action]:
-    """Detach the volume if requested, and remove it. Raises Failure with all reasons that prevent the removal."""
-    before = view(now)
-    detached = want.attachments is not None
+def _plan_removal(want: DesiredState, name: str, current: Mapping[str, Any]) -> list[Action]:
+    """Return the actions that detach the volume, if requested, and remove it.
+
+    Raises Failure with all reasons that prevent the removal.
+    """
+    before = view(current)
+    detach = want.attachments is not None
     reasons = []
-    if now["attachments"] and not detached:
-        shown = ", ".join(each["sandbox"] for each in now["attachments"])
-        reasons.append(f"is mounted in {shown} (set attachments: [] to detach it)")
-    if now["snapshots"] and not want.purge:
-        reasons.append(f"has snapshots: {', '.join(now['snapshots'])} (set purge: true to remove them as well)")
-    if now["captured_by"]:
+    if current["attachments"] and not detach:
+        names = ", ".join(each["sandbox"] for each in current["attachments"])
+        reasons.append(f"is mounted in {names} (set attachments: [] to detach it)")
+    if current["snapshots"] and not want.purge:
+        reasons.append(f"has snapshots: {', '.join(current['snapshots'])} (set purge: true to remove them as well)")
+    if current["captured_by"]:
         reasons.append(
-            f"is part of snapshots of sandboxes ({', '.join(now['captured_by'])}), which must be removed first"
+            f"is part of snapshots of sandboxes ({', '.join(current['captured_by'])}), which must be removed first"
         )
     if reasons:
-        attached = [] if detached else [each["sandbox_id"] for each in now["attachments"]]
-        kept = [] if want.purge else now["snapshots"]
+        sandbox_ids = [] if detach else [each["sandbox_id"] for each in current["attachments"]]
+        remaining_snapshots = [] if want.purge else current["snapshots"]
         raise Failure(
-            f"volume {name!r} {' and '.join(reasons)}", "in_use", blockers=[*attached, *kept, *now["captured_by"]]
+            f"volume {name!r} {' and '.join(reasons)}",
+            "in_use",
+            blockers=[*sandbox_ids, *remaining_snapshots, *current["captured_by"]],
         )
     actions = []
-    for number, entry in enumerate(now["attachments"], 1):
-        after: dict[str, Any] | None = {**before, "attachments": now["attachments"][number:]}
-        if now["owner_sandbox_id"] and number == len(now["attachments"]) and not now["snapshots"]:
+    for number, entry in enumerate(current["attachments"], 1):
+        after: dict[str, Any] | None = {**before, "attachments": current["attachments"][number:]}
+        if current["owner_sandbox_id"] and number == len(current["attachments"]) and not current["snapshots"]:
             after = None
         actions.append(Action("detach", (Change(name, before, after, VOLUME),), {"sandbox": entry["sandbox_id"]}))
         if after is None:
@@ -393,32 +407,32 @@ def _remove(want: Desired, name: str, now: Mapping[str, Any]) -> list[Action]:
 def apply(action: Action, client: Client) -> dict[str, Failure]:
     """Carry out one action. Raises Failure."""
     request, name = action.request, action.changes[0].name
-    place = f"/volumes/{segment(name)}"
+    path = f"/volumes/{quote_segment(name)}"
     if action.verb == "create":
         client.post("/volumes", dict(request["body"]))
     elif action.verb == "detach":
-        client.delete(f"/sandboxes/{segment(request['sandbox'])}/volumes/{segment(name)}")
+        client.delete(f"/sandboxes/{quote_segment(request['sandbox'])}/volumes/{quote_segment(name)}")
     elif action.verb == "attach":
-        client.post(f"/sandboxes/{segment(request['sandbox'])}/volumes", dict(request["body"]))
+        client.post(f"/sandboxes/{quote_segment(request['sandbox'])}/volumes", dict(request["body"]))
     elif action.verb == "capture":
-        client.post(f"{place}/snapshots", {"name": request["snapshot"]})
+        client.post(f"{path}/snapshots", {"name": request["snapshot"]})
     elif action.verb == "rollback":
-        client.post(f"{place}/rollback", dict(request))
+        client.post(f"{path}/rollback", dict(request))
     elif action.verb == "grow":
-        client.patch(place, {"sizeMB": request["size"]})
+        client.patch(path, {"sizeMB": request["size"]})
     elif action.verb == "remove_snapshot":
-        client.delete(f"{place}/snapshots/{segment(request['snapshot'])}")
+        client.delete(f"{path}/snapshots/{quote_segment(request['snapshot'])}")
     elif action.verb == "remove":
-        client.delete(place, withSnapshots=request["with_snapshots"])
+        client.delete(path, withSnapshots=request["with_snapshots"])
     else:
         raise ValueError(f"unknown action {action.verb}")
     return {}
 
 
-def lists(want: Desired) -> dict[str, tuple[str, ...]]:
-    """Return the lists of a result, in order: key → names."""
+def result_lists(want: DesiredState) -> dict[str, tuple[str, ...]]:
+    """Return the keys of the result's lists, in order, with the names of the resources in each list."""
     return {PLURAL: want.names}
 
 
-def things_of(want: Desired, have: Current) -> Mapping[str, Mapping[str, Any]]:
-    return have.things
+def resources_by_name(want: DesiredState, have: CurrentState) -> Mapping[str, Mapping[str, Any]]:
+    return have.resources

@@ -12,23 +12,22 @@ short_description: Declare sandboxes
 version_added: "0.1.0"
 description:
   - Ensures that the named sandboxes exist in the given state and with the given properties, or that they do not exist.
-  - Only the options that are set are compared with existing sandboxes. Some properties are fixed for the life of a
-    sandbox (its source, CPUs, memory and disk); a difference in them is an error, unless O(recreate=true).
+  - Only the options that are set are compared with existing sandboxes. Some properties of a sandbox cannot change
+    (its source, CPUs, memory and disk). If one of them differs, the task fails, unless O(recreate=true).
 options:
   name:
     description:
       - The name or names of the sandboxes. A name has 1 to 64 letters, digits, C(_), C(.) or C(-), and starts with a
-        letter or digit.
-        Sandboxes, snapshots, templates and volumes share one namespace.
+        letter or digit. Sandboxes, snapshots, templates and volumes share one namespace.
     type: list
     elements: str
     required: true
     aliases: [names]
   state:
     description:
-      - V(present) means that the sandbox exists, running or paused; V(running) and V(paused), that it exists in that
-        state; V(absent), that it does not exist.
-      - V(present) starts a sandbox that it creates.
+      - V(present) means that the sandbox exists, whether running or paused. V(running) and V(paused) mean that it
+        exists in that state. V(absent) means that it does not exist.
+      - A sandbox that V(present) creates is started.
     type: str
     choices: [present, running, paused, absent]
     default: present
@@ -43,12 +42,12 @@ options:
     type: str
   cpus:
     description:
-      - Number of virtual CPUs. If not set, a new sandbox has as many as its source.
+      - Number of virtual CPUs. If not set, a new sandbox has as many CPUs as its source.
       - A snapshot with memory can only be forked with the same CPUs and memory, unless O(cold_start=true).
     type: int
   memory_mb:
     description:
-      - Memory in MiB. If not set, a new sandbox has as much as its source.
+      - Memory in MiB. If not set, a new sandbox has as much memory as its source.
     type: int
   disk_mb:
     description:
@@ -57,24 +56,24 @@ options:
   cold_start:
     description:
       - Whether a new sandbox boots from the disk of its source, without the captured memory.
-      - It is ignored for a sandbox that exists.
+      - This option is ignored if the sandbox already exists.
     type: bool
     default: false
   env:
     description:
-      - Environment variables of every process that is started in a new sandbox. Results, messages and logs do not show
-        their values.
-      - It is ignored for a sandbox that exists.
+      - Environment variables of all processes in a new sandbox. Results, messages and logs do not show their values.
+      - This option is ignored if the sandbox already exists.
     type: dict
   metadata:
     description:
-      - Keys and values to store with the sandbox, as strings. They replace all existing metadata.
+      - Keys and values to store with the sandbox, as strings. They replace all of its existing metadata.
     type: dict
   timeout:
     description:
       - Lifetime of the sandbox in seconds, counted from its creation; V(-1) for no limit. The gateway then removes the
         sandbox.
-      - If not set, the gateway's configuration decides for a new sandbox. A difference of up to ten seconds is ignored.
+      - If not set, the gateway's configuration sets the lifetime of a new sandbox. A difference of up to ten seconds is
+        ignored.
     type: int
   network:
     description:
@@ -89,8 +88,7 @@ options:
       allow_out:
         description:
           - Addresses or networks that are always reachable.
-          - Metadata addresses of clouds are reachable only if an entry lies within their range, such as
-            V(169.254.169.254).
+          - Cloud metadata addresses are reachable only if an entry lies within their range, such as V(169.254.169.254).
         type: list
         elements: str
       deny_out:
@@ -126,13 +124,13 @@ options:
         default: false
   recreate:
     description:
-      - If V(true), a sandbox that differs in a fixed property is replaced, and its content is lost. The old sandbox is
-        removed once the new one runs. Requires O(template) or O(snapshot).
+      - If V(true), a sandbox that differs in a fixed property is replaced, and its contents are lost. The old sandbox
+        is removed once the new one runs. Requires O(template) or O(snapshot).
     type: bool
     default: false
   continue_on_error:
     description:
-      - By default, nothing is changed if one name is invalid, and the first action that fails ends the task.
+      - By default, nothing is changed if one name is invalid, and the task ends at the first action that fails.
       - If V(true), every name is tried, and RV(outcomes) contains each result. The task fails if any action failed.
     type: bool
     default: false
@@ -175,12 +173,12 @@ EXAMPLES = r"""
         path: /srv/data
         read_only: true
 
-- name: Pause it for the night and keep its memory
+- name: Pause it overnight and keep its memory
   grove.sandbox.sandbox:
     name: web
     state: paused
 
-- name: Replace it with one that has more memory and boots from the template's disk; its content is lost
+- name: Replace it with one that has more memory and boots from the template's disk; its contents are lost
   grove.sandbox.sandbox:
     name: web
     template: base

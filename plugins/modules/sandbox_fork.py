@@ -11,10 +11,10 @@ module: sandbox_fork
 short_description: Fork a snapshot, or clone a sandbox, into siblings
 version_added: "0.1.0"
 description:
-  - Ensures that the requested siblings run. Missing siblings are forked in one request, by default all or none. Dead
-    siblings (paused because their machine or host went down, not by a request) are replaced. With O(exact=true),
-    surplus siblings are removed.
-  - If a sandbox has one of the names and is not such a sibling, the task fails, unless O(recreate=true).
+  - Ensures that the requested siblings run. Missing siblings are forked in one request, which is all-or-nothing by
+    default. Dead siblings, which are paused because their machine or host went down and not by a request, are replaced.
+    With O(exact=true), surplus siblings are removed.
+  - If a sandbox has one of the names but is not such a sibling, the task fails, unless O(recreate=true).
 options:
   snapshot:
     description:
@@ -23,12 +23,12 @@ options:
     type: str
   sandbox:
     description:
-      - The sandbox to clone, by name or id. If siblings are missing, its current state is captured; the capture is
-        removed with the last clone.
+      - The sandbox to clone, by name or id. If siblings are missing, its current state is captured, and the
+        capture is removed with the last clone.
     type: str
   state:
     description:
-      - V(present) means that the siblings exist; V(absent), that they do not exist.
+      - V(present) means that the siblings exist. V(absent) means that they do not exist.
     type: str
     choices: [present, absent]
     default: present
@@ -59,20 +59,20 @@ options:
     type: int
   atomic:
     description:
-      - Whether missing siblings are forked all or none. If V(false), as many as possible are forked; the task still
-        fails if any fork failed.
-      - A request that replaces existing siblings is always all or none.
+      - Whether the request that forks missing siblings is all-or-nothing. If V(false), as many siblings as possible are
+        forked, and the task still fails if any fork failed.
+      - A request that replaces existing siblings is always all-or-nothing.
     type: bool
     default: true
   metadata:
     description:
-      - Keys and values to store with each sibling, as strings. They replace all existing metadata.
+      - Keys and values to store with each sibling, as strings. They replace all of its existing metadata.
     type: dict
   timeout:
     description:
       - Lifetime of each sibling in seconds, counted from its creation; V(-1) for no limit. The gateway then removes the
         sibling.
-      - If not set, the gateway's configuration decides for new siblings, and existing ones keep their lifetime. A
+      - If not set, the gateway's configuration sets the lifetime of new siblings, and existing siblings keep theirs. A
         difference of up to ten seconds is ignored.
     type: int
   paused:
@@ -83,17 +83,17 @@ options:
   cold_start:
     description:
       - Whether new siblings boot from the disk of the snapshot, without the captured memory.
-      - It is ignored for siblings that exist.
+      - This option is ignored for existing siblings.
     type: bool
     default: false
   cpus:
     description:
-      - Number of virtual CPUs of each sibling. If not set, as many as the snapshot or sandbox has.
+      - Number of virtual CPUs of each sibling. If not set, each sibling has as many CPUs as the snapshot or sandbox.
       - A snapshot with memory can only be forked with the same CPUs and memory, unless O(cold_start=true).
     type: int
   memory_mb:
     description:
-      - Memory of each sibling in MiB. If not set, as much as the snapshot or sandbox has.
+      - Memory of each sibling in MiB. If not set, each sibling has as much memory as the snapshot or sandbox.
     type: int
   volumes:
     description:
@@ -123,20 +123,20 @@ options:
       clone:
         description:
           - Whether each new sibling gets its own clone of the volume's capture in the snapshot, instead of the shared
-            volume. The snapshot must have been taken with this volume among its O(volumes); a sandbox to clone must
-            have it mounted.
-          - The gateway names the clone, and removes it when no sandbox uses it any more.
+            volume. The snapshot must include a capture of this volume; a sandbox to clone must have the volume
+            mounted.
+          - The gateway chooses the name of the clone, and removes it when no sandbox uses it any more.
         type: bool
         default: false
   recreate:
     description:
-      - If V(true), a sandbox that differs in a fixed property is replaced, and its content is lost. The old sandbox is
-        removed once the new one runs.
+      - If V(true), a sandbox that differs in a fixed property is replaced, and its contents are lost. The old sandbox
+        is removed once the new one runs.
     type: bool
     default: false
   continue_on_error:
     description:
-      - By default, nothing is changed if one name is invalid, and the first action that fails ends the task.
+      - By default, nothing is changed if one name is invalid, and the task ends at the first action that fails.
       - If V(true), every name is tried, and RV(outcomes) contains each result. The task fails if any action failed.
     type: bool
     default: false
@@ -153,14 +153,14 @@ seealso:
 
 EXAMPLES = r"""
 ---
-- name: Keep exactly ten siblings of a snapshot, ci-1 to ci-10
+- name: Ensure that a snapshot has exactly ten siblings, ci-1 to ci-10
   grove.sandbox.sandbox_fork:
     snapshot: golden
     count: 10
     name_prefix: ci
     exact: true
 
-- name: Reduce them to three
+- name: Reduce the siblings to three
   grove.sandbox.sandbox_fork:
     snapshot: golden
     count: 3
@@ -186,7 +186,7 @@ EXAMPLES = r"""
         path: /srv/cache
         clone: true
 
-- name: Remove all of them
+- name: Remove all siblings
   grove.sandbox.sandbox_fork:
     snapshot: golden
     name_prefix: ci

@@ -43,7 +43,7 @@ options:
     type: str
   diverged:
     description:
-      - Whether to check if the file system of each sandbox has changed since its head. This takes a moment for each
+      - Whether to check if the file system of each sandbox has changed since its head. This takes a short time for each
         running sandbox.
     type: bool
     default: false
@@ -69,9 +69,9 @@ EXAMPLES = r"""
     state: [running]
     metadata:
       team: blue
-  register: found
+  register: blue_sandboxes
 
-- name: List the forks of a snapshot, and whether each has changed since
+- name: List the forks of a snapshot, and check whether they have changed
   grove.sandbox.sandbox_info:
     snapshot: golden
     diverged: true

@@ -11,8 +11,8 @@ module: sandbox_rollback
 short_description: Roll sandboxes back to a snapshot
 version_added: "0.1.0"
 description:
-  - Gives sandboxes the files and the memory of a snapshot. They keep their ids and names.
-  - The gateway starts the new state before it removes the old one, so nothing is lost if the start fails.
+  - Restores the files and the memory of a snapshot in existing sandboxes, which keep their ids and names.
+  - The gateway starts the restored state before it removes the current one, so nothing is lost if the start fails.
 options:
   sandbox:
     description:
@@ -23,7 +23,7 @@ options:
     aliases: [name, names, sandboxes]
   snapshot:
     description:
-      - The snapshot to roll back to, by name or id. It can be any snapshot of the same kind of host, not only a
+      - The snapshot to roll back to, by name or id. It can be any snapshot on the same kind of host, not only a
         snapshot of this sandbox.
     type: str
     required: true
@@ -31,7 +31,7 @@ options:
     description:
       - Whether to skip a sandbox that descends from the snapshot and whose file system has not changed since. Changes
         in memory are not detected.
-      - If V(false), every run rolls it back.
+      - If V(false), every run rolls the sandbox back.
     type: bool
     default: true
   backup_name:
@@ -42,7 +42,7 @@ options:
     elements: str
   continue_on_error:
     description:
-      - By default, nothing is changed if one name is invalid, and the first action that fails ends the task.
+      - By default, nothing is changed if one name is invalid, and the task ends at the first action that fails.
       - If V(true), every name is tried, and RV(outcomes) contains each result. The task fails if any action failed.
     type: bool
     default: false
@@ -69,7 +69,7 @@ EXAMPLES = r"""
     snapshot: before-upgrade
     backup_name: web-after-upgrade
 
-- name: Roll all of them back to the same state every time
+- name: Roll several sandboxes back to the same state in every run
   grove.sandbox.sandbox_rollback:
     sandbox: [ci-1, ci-2, ci-3]
     snapshot: golden

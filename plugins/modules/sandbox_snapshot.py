@@ -25,15 +25,15 @@ options:
     aliases: [names]
   sandbox:
     description:
-      - The sandbox to capture, by name or id; for several names, one sandbox for each entry of O(name), in the same
-        order.
+      - The sandbox to capture, by name or id. With several names, list one sandbox for each entry of O(name), in the
+        same order.
       - Required if O(state=present).
     type: list
     elements: str
     aliases: [sandboxes]
   state:
     description:
-      - V(present) means that the snapshot exists; V(absent), that it does not exist.
+      - V(present) means that the snapshot exists. V(absent) means that it does not exist.
     type: str
     choices: [present, absent]
     default: present
@@ -43,7 +43,7 @@ options:
     type: str
   memory:
     description:
-      - V(auto) captures the memory too, on hosts that support it; V(none) captures the file system only.
+      - V(auto) also captures the memory on hosts that support it. V(none) captures only the file system.
     type: str
     choices: [auto, none]
     default: auto
@@ -56,15 +56,16 @@ options:
     elements: str
   expires_in:
     description:
-      - Number of seconds after which the gateway removes the snapshot, as soon as it is unused. If not set, it is kept.
-      - It is ignored for a snapshot that exists.
+      - Number of seconds after which the gateway removes the snapshot once it is unused. If not set, the snapshot is
+        kept.
+      - This option is ignored if the snapshot already exists.
     type: int
   retention:
     description:
       - The retention rule of the snapshot. All snapshots of a sandbox that have a rule form a series. The rule of the
         newest snapshot decides which snapshots are kept; the gateway removes the others once they are unused.
       - The newest snapshot, snapshots in use, and snapshots without a rule are always kept.
-      - It is ignored for a snapshot that exists.
+      - This option is ignored if the snapshot already exists.
     type: dict
     suboptions:
       keep_last:
@@ -73,7 +74,7 @@ options:
         type: int
       keep_daily:
         description:
-          - Number of days (UTC) of which to keep the newest snapshot; days without a snapshot do not count.
+          - Number of days (UTC) for which to keep the newest snapshot of the day. Days without a snapshot do not count.
         type: int
       max_age:
         description:
@@ -81,21 +82,20 @@ options:
         type: int
   when_changed:
     description:
-      - If V(true), a sandbox whose file system has not changed since its last snapshot is not captured again; the
-        module returns the last snapshot instead, if it includes O(volumes). Changes in memory or volumes are not
+      - If V(true), a sandbox whose file system has not changed since its last snapshot is not captured again if that
+        snapshot includes O(volumes). The module returns the last snapshot instead. Changes in memory or volumes are not
         detected.
     type: bool
     default: false
   when_unused:
     description:
-      - With O(state=absent), removing a snapshot or template in use fails by default; the message names the sandboxes
-        that use it.
-      - If V(true), it is hidden now and removed with the last sandbox that was created from it.
+      - By default, O(state=absent) fails if the snapshot is in use. The message lists the resources that use it.
+      - If V(true), the snapshot is hidden now and removed with the last sandbox that was created from it.
     type: bool
     default: false
   continue_on_error:
     description:
-      - By default, nothing is changed if one name is invalid, and the first action that fails ends the task.
+      - By default, nothing is changed if one name is invalid, and the task ends at the first action that fails.
       - If V(true), every name is tried, and RV(outcomes) contains each result. The task fails if any action failed.
     type: bool
     default: false
@@ -131,7 +131,7 @@ EXAMPLES = r"""
     volumes: [data]
     expires_in: 604800
 
-- name: Capture it every night; keep seven nightly snapshots and nothing older than a month
+- name: Capture it every night; keep seven nightly snapshots and none older than a month
   grove.sandbox.sandbox_snapshot:
     name: "web-{{ now(utc=true, fmt='%Y-%m-%d') }}"
     sandbox: web
@@ -139,7 +139,7 @@ EXAMPLES = r"""
       keep_daily: 7
       max_age: 2592000
 
-- name: Remove a snapshot, or hide it until its last fork is gone
+- name: Remove a snapshot, or hide it until its last fork is removed
   grove.sandbox.sandbox_snapshot:
     name: before-upgrade
     state: absent
@@ -151,7 +151,7 @@ RETURN = r"""
 snapshots:
   description:
     - The named snapshots that exist, in the given order. With O(when_changed=true), the list contains the last snapshot
-      in place of a snapshot that was not needed.
+      in place of a snapshot that was skipped.
     - In check mode, values that only a run creates (ids, dates, addresses) are V(null).
   returned: always, unless the gateway cannot be reached
   type: list

@@ -46,7 +46,7 @@ EXAMPLES = r"""
 - name: List the snapshots of a sandbox
   grove.sandbox.sandbox_snapshot_info:
     sandbox: web
-  register: captured
+  register: web_snapshots
 
 - name: Get one snapshot
   grove.sandbox.sandbox_snapshot_info:

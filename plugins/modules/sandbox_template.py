@@ -12,25 +12,24 @@ short_description: Build templates of sandboxes
 version_added: "0.1.0"
 description:
   - Ensures that the named templates exist and are built from the given recipe, or that they do not exist.
-  - The recipe is compared as a whole; options that a task does not set have their defaults. If the recipe is unchanged,
-    nothing is built. A changed recipe builds a new template, which then takes over the name. Sandboxes created from the
-    old template keep running, and the old template is removed with the last of these sandboxes.
-  - Every template also contains an agent and settings that come with the gateway. After an upgrade of the gateway that
-    changes them, the template is outdated, and is built again unless O(rebuild_outdated=false).
+  - The recipe is compared as a whole, and options that a task does not set have their default values. If the recipe is
+    unchanged, nothing is built. A changed recipe builds a new template, which then takes over the name. Sandboxes
+    created from the old template keep running, and the old template is removed with the last of these sandboxes.
+  - Every template also contains an agent and settings that come with the gateway. An upgrade of the gateway that
+    changes them makes the template outdated. Outdated templates are rebuilt, unless O(rebuild_outdated=false).
   - The module waits for the build. If the build fails, the message shows the end of its log.
 options:
   name:
     description:
       - The name or names of the templates. A name has 1 to 64 letters, digits, C(_), C(.) or C(-), and starts with a
-        letter or digit.
-        Sandboxes, snapshots, templates and volumes share one namespace.
+        letter or digit. Sandboxes, snapshots, templates and volumes share one namespace.
     type: list
     elements: str
     required: true
     aliases: [names]
   state:
     description:
-      - V(present) means that the template exists and is built from the recipe; V(absent), that it does not exist.
+      - V(present) means that the template exists and is built from the recipe. V(absent) means that it does not exist.
     type: str
     choices: [present, absent]
     default: present
@@ -60,7 +59,7 @@ options:
   path:
     description:
       - Absolute path of a directory or a tarball, compressed or not, on the gateway's host.
-      - Required if O(from=rootfs). Changes of the content at the same path are not detected.
+      - Required if O(from=rootfs). Changes of the contents at the same path are not detected.
     type: str
     default: ""
   setup:
@@ -76,7 +75,7 @@ options:
     default: ""
   ready_probe:
     description:
-      - A command to run every half second until it exits with 0; then the template is captured.
+      - A command to run every half second until it exits with 0. The template is captured after that.
     type: str
     default: ""
   ready_timeout:
@@ -106,8 +105,8 @@ options:
     default: 2048
   rebuild_outdated:
     description:
-      - Whether to build a template of the same recipe again if it is outdated, which RV(templates[].outdated) tells.
-      - If V(false), such a template stays as it is. A changed recipe is built anyway.
+      - Whether to rebuild a template with the same recipe if it is outdated, as shown in RV(templates[].outdated).
+      - If V(false), such a template is not changed. A changed recipe is built in any case.
       - Sandboxes of the old template do not change. After the rebuild, tasks that declare them with
         O(grove.sandbox.sandbox#module:template) are refused, unless they set
         O(grove.sandbox.sandbox#module:recreate=true).
@@ -115,19 +114,18 @@ options:
     default: true
   wait_timeout:
     description:
-      - Time limit in seconds for the build; V(0) does not wait for it.
+      - Time limit in seconds for the build. With V(0), the module does not wait for it.
     type: int
     default: 3600
   when_unused:
     description:
-      - With O(state=absent), removing a snapshot or template in use fails by default; the message names the sandboxes
-        that use it.
-      - If V(true), it is hidden now and removed with the last sandbox that was created from it.
+      - By default, O(state=absent) fails if the template is in use. The message lists the resources that use it.
+      - If V(true), the template is hidden now and removed with the last sandbox that was created from it.
     type: bool
     default: false
   continue_on_error:
     description:
-      - By default, nothing is changed if one name is invalid, and the first action that fails ends the task.
+      - By default, nothing is changed if one name is invalid, and the task ends at the first action that fails.
       - If V(true), every name is tried, and RV(outcomes) contains each result. The task fails if any action failed.
     type: bool
     default: false
@@ -160,7 +158,7 @@ EXAMPLES = r"""
     from: rootfs
     path: /srv/images/base.tar.zst
 
-- name: Keep a template as it is after an upgrade of the gateway
+- name: Do not rebuild a template after an upgrade of the gateway
   grove.sandbox.sandbox_template:
     name: pinned
     packages: [curl]
@@ -193,7 +191,7 @@ templates:
     outdated:
       description:
         - Whether it was built by a version of the gateway with another agent or other settings.
-        - V(null) if the gateway cannot tell.
+        - V(null) if the gateway cannot determine it.
       type: bool
     recipe: {description: "Its recipe in canonical form, with the names of this module's options.", type: dict}
     memory: {description: How its memory was captured., type: str}

@@ -12,7 +12,7 @@ short_description: List templates of sandboxes
 version_added: "0.1.0"
 description:
   - Returns all templates, or those with the given names, in the order of their creation. The list includes templates
-    that are being built or whose build has failed since the gateway started.
+    that are being built, and templates whose build has failed since the gateway started.
 options:
   name:
     description:
@@ -38,7 +38,7 @@ EXAMPLES = r"""
 ---
 - name: List all templates
   grove.sandbox.sandbox_template_info:
-  register: there
+  register: all_templates
 
 - name: Get the recipe of one template
   grove.sandbox.sandbox_template_info:
@@ -64,7 +64,7 @@ templates:
     outdated:
       description:
         - Whether it was built by a version of the gateway with another agent or other settings.
-        - V(null) if the gateway cannot tell.
+        - V(null) if the gateway cannot determine it.
       type: bool
     recipe: {description: "Its recipe in canonical form, with the names of this module's options.", type: dict}
     memory: {description: How its memory was captured., type: str}

@@ -21,15 +21,14 @@ options:
   name:
     description:
       - The name or names of the volumes. A name has 1 to 64 letters, digits, C(_), C(.) or C(-), and starts with a
-        letter or digit.
-        Sandboxes, snapshots, templates and volumes share one namespace.
+        letter or digit. Sandboxes, snapshots, templates and volumes share one namespace.
     type: list
     elements: str
     required: true
     aliases: [names]
   state:
     description:
-      - V(present) means that the volume exists; V(absent), that it does not exist.
+      - V(present) means that the volume exists. V(absent) means that it does not exist.
       - A volume is not removed while it is attached, has snapshots, or is captured in a snapshot of a sandbox. An empty
         list of O(attachments) detaches it first, and O(purge) removes its snapshots.
     type: str
@@ -72,21 +71,20 @@ options:
         default: false
   snapshots:
     description:
-      - Names of snapshots that the volume has. Missing snapshots are taken now, even while the volume is attached;
-        others
-        are kept, unless O(purge=true).
+      - Names of snapshots that the volume has. Missing snapshots are taken, even while the volume is attached. Other
+        snapshots are kept, unless O(purge=true).
     type: list
     elements: str
   rollback_to:
     description:
-      - The snapshot to roll the volume back to, by name or id. The volume keeps its size. Later writes are lost; list a
-        new name in O(snapshots) to take a snapshot first.
+      - The snapshot to roll the volume back to, by name or id. The volume keeps its size. Later writes are lost. To
+        take a snapshot first, list a new name in O(snapshots).
       - Every run rolls back, because the gateway cannot detect whether the volume has changed since.
     type: str
   force:
     description:
       - Whether to roll back even while the volume is attached read-write to a running or paused sandbox. The files then
-        change underneath that sandbox.
+        change while that sandbox uses them.
     type: bool
     default: false
   purge:
@@ -98,7 +96,7 @@ options:
     default: false
   continue_on_error:
     description:
-      - By default, nothing is changed if one name is invalid, and the first action that fails ends the task.
+      - By default, nothing is changed if one name is invalid, and the task ends at the first action that fails.
       - If V(true), every name is tried, and RV(outcomes) contains each result. The task fails if any action failed.
     type: bool
     default: false
@@ -121,7 +119,7 @@ seealso:
 
 EXAMPLES = r"""
 ---
-- name: Create a volume for a code base that one sandbox writes and two read
+- name: Create a volume for a code base that one sandbox writes and two sandboxes read
   grove.sandbox.sandbox_volume:
     name: code
     size_mb: 2048
@@ -146,7 +144,7 @@ EXAMPLES = r"""
     name: code-experiment
     from_snapshot: code@monday
 
-- name: Detach it and roll it back; keep its current content in a snapshot
+- name: Detach it and roll it back; keep its current contents in a snapshot
   grove.sandbox.sandbox_volume:
     name: code
     attachments: []

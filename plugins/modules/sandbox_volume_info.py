@@ -37,7 +37,7 @@ EXAMPLES = r"""
 ---
 - name: List all volumes and their attachments
   grove.sandbox.sandbox_volume_info:
-  register: there
+  register: all_volumes
 
 - name: List the snapshots of one volume
   grove.sandbox.sandbox_volume_info:

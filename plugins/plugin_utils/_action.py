@@ -2,7 +2,7 @@
 # GNU General Public License v3.0+ (see COPYING or https://www.gnu.org/licenses/gpl-3.0.txt)
 # SPDX-License-Identifier: GPL-3.0-or-later
 
-"""The base class of all action plugins, which do the module's work on the control node where possible."""
+"""The base class of all action plugins, which do the module's work on the control node if possible."""
 
 from __future__ import annotations
 
@@ -18,28 +18,27 @@ from ansible_collections.grove.sandbox.plugins.module_utils._failure import Fail
 from ansible_collections.grove.sandbox.plugins.module_utils._module import (
     TOKEN_VARIABLE,
     URL_VARIABLE,
-    arguments,
+    argument_spec,
 )
-from ansible_collections.grove.sandbox.plugins.module_utils._run import failed, run
+from ansible_collections.grove.sandbox.plugins.module_utils._run import failure_result, run
 from ansible_collections.grove.sandbox.plugins.plugin_utils._operator import OperatorTask
 
 if TYPE_CHECKING:
-    from ansible_collections.grove.sandbox.plugins.module_utils._thing import Thing
+    from ansible_collections.grove.sandbox.plugins.module_utils._thing import ResourceKind
 
 SANDBOX = "grove.sandbox.sandbox"
 """The connection plugin for sandboxes."""
 KEY_OPTIONS = ("gateway_url", "ca_path", "validate_certs")
-"""Options that decide where a key is sent."""
+"""Options that decide where the API key is sent."""
 
 
 class GatewayAction(ActionBase):
-    """Runs ``thing`` in this process, or runs the module of the same name.
+    """Does the work of ``resource_kind`` in this process, or runs the module of the same name on the managed host.
 
-    A task is much faster in this process, which must be able to reach the same gateway as the module; see
-    ``_can_run_in_process``.
+    This process is much faster, but it must reach the same gateway as the module; see ``_can_run_in_process``.
     """
 
-    thing: Thing
+    resource_kind: ResourceKind
     _supports_check_mode = True
     _supports_async = True
 
@@ -50,13 +49,13 @@ class GatewayAction(ActionBase):
         try:
             self._check_key(args, task_vars or {})
         except Failure as failure:
-            result.update(failed(failure))
+            result.update(failure_result(failure))
             return dict(wrap_var(result))
         if self._can_run_in_process(args):
             result.update(self._run_in_process(args))
         else:
             if self._connection.transport == SANDBOX and not self._task.args.get("gateway_token"):
-                # Do not pass the key in this process's environment: root in the sandbox can read a module's arguments.
+                # Root in the sandbox can read a module's arguments, so do not pass this process's key there.
                 args.pop("gateway_token", None)
             wrap_async = bool(self._task.async_val) and not self._connection.has_native_async
             result.update(self._execute_module(module_args=args, task_vars=task_vars, wrap_async=wrap_async))
@@ -64,9 +63,9 @@ class GatewayAction(ActionBase):
         return dict(wrap_var(result))
 
     def _arguments(self) -> dict[str, Any]:
-        """Return the task's options. The URL and the key default to this process's environment variables.
+        """Return the task's options, with the URL and the key from this process's environment as defaults.
 
-        Variables in the task's ``environment`` take precedence; the module reads them itself.
+        Variables in the task's ``environment`` take precedence: the module reads them itself.
         """
         args = dict(self._task.args)
         environment = self._environment()
@@ -76,14 +75,14 @@ class GatewayAction(ActionBase):
         return args
 
     def _environment(self) -> dict[str, Any]:
-        """Return the ``environment`` of the task."""
-        found: dict[str, Any] = {}
+        """Return the task's ``environment`` as one mapping."""
+        variables: dict[str, Any] = {}
         for each in self._task.environment or ():
-            found.update(each or {})
-        return found
+            variables.update(each or {})
+        return variables
 
     def _check_key(self, args: dict[str, Any], task_vars: dict[str, Any]) -> None:
-        """Raise Failure if a task result decides where the key in this process's environment would be sent."""
+        """Raise Failure if a task result would decide where the key in this process's environment is sent."""
         environment = self._environment()
         if not os.environ.get(TOKEN_VARIABLE) or self._task.args.get("gateway_token") is not None:
             return
@@ -98,11 +97,13 @@ class GatewayAction(ActionBase):
             if value is None or (option == "gateway_url" and value == os.environ.get(URL_VARIABLE)):
                 continue
             task = task or OperatorTask(self._task, task_vars["hostvars"])
-            named = task.has_environment(URL_VARIABLE, value) if in_environment else task.has_option(option, value)
-            if not named:
-                shown = repr(str(value)[:200])
+            is_from_operator = (
+                task.has_environment(URL_VARIABLE, value) if in_environment else task.has_option(option, value)
+            )
+            if not is_from_operator:
+                shown_value = repr(str(value)[:200])
                 raise Failure(
-                    f"{option} of this task is {shown}, which comes from a fact or another task result, so "
+                    f"{option} of this task is {shown_value}, which comes from a fact or another task result, so "
                     f"the key in the environment variable {TOKEN_VARIABLE} is not sent there. Pass "
                     "gateway_token in the task, "
                     f"together with gateway_url; or set the environment variable {URL_VARIABLE} to the "
@@ -110,7 +111,7 @@ class GatewayAction(ActionBase):
                 )
 
     def _can_run_in_process(self, args: dict[str, Any]) -> bool:
-        """Return whether the module, on its host and as its user, would reach the same gateway in the same way."""
+        """Return whether this process reaches the same gateway as the module would on its host, as its user."""
         if self._task.async_val or self._play_context.become or self._task.become or any(self._task.environment or ()):
             return False
         if self._connection.transport == "local":
@@ -118,30 +119,30 @@ class GatewayAction(ActionBase):
         if self._task.delegate_to or args.get("ca_path"):
             return False
         try:
-            return not Address(str(args.get("gateway_url") or DEFAULT_URL)).local
+            return not Address(str(args.get("gateway_url") or DEFAULT_URL)).is_local
         except Failure:
             return False
 
     def _run_in_process(self, args: dict[str, Any]) -> dict[str, Any]:
-        rules = self.thing.RULES
-        validated = ArgumentSpecValidator(
-            arguments(self.thing),
+        rules = self.resource_kind.RULES
+        validation = ArgumentSpecValidator(
+            argument_spec(self.resource_kind),
             mutually_exclusive=rules.get("mutually_exclusive"),
             required_together=rules.get("required_together"),
             required_one_of=rules.get("required_one_of"),
             required_if=rules.get("required_if"),
             required_by=rules.get("required_by"),
         ).validate(args)
-        if validated.error_messages:
-            return failed(Failure("; ".join(map(self._sentence, validated.errors))))
-        result = run(self.thing, validated.validated_parameters, check=self._task.check_mode)
+        if validation.error_messages:
+            return failure_result(Failure("; ".join(map(self._validation_message, validation.errors))))
+        result = run(self.resource_kind, validation.validated_parameters, check=self._task.check_mode)
         if not self._task.diff:
             result.pop("diff", None)
         return result
 
-    def _sentence(self, error: Exception) -> str:
-        """Return the error message that the module would print."""
-        known = (
+    def _validation_message(self, error: Exception) -> str:
+        """Return the message with which the module would report the error."""
+        prefix = (
             f"Unsupported parameters for ({self._task.action}) module: " if isinstance(error, UnsupportedError) else ""
         )
-        return f"{known}{error}"
+        return f"{prefix}{error}"

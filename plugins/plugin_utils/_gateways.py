@@ -2,10 +2,10 @@
 # GNU General Public License v3.0+ (see COPYING or https://www.gnu.org/licenses/gpl-3.0.txt)
 # SPDX-License-Identifier: GPL-3.0-or-later
 
-"""Remember the gateway of each sandbox that the inventory found, for the connections of the same run.
+"""Store the gateway of each sandbox in the inventory, for the connections of the same Ansible run.
 
-Ansible forks its workers from the process that read the inventory, so they inherit this memory. This passes a key from
-the inventory file to the connection without making it a variable.
+Ansible forks its workers from the process that read the inventory, so they inherit these values. This passes an API
+key from the inventory file to the connection without making it a variable.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ from ansible_collections.grove.sandbox.plugins.module_utils._failure import Fail
 
 
 class Gateway:
-    """The address and key of one gateway.
+    """The address and API key of one gateway.
 
-    The key is ``token``, or else the content of ``token_file``; both can be empty.
+    The key is ``token``, or else the contents of ``token_file``. Both can be empty.
     """
 
     def __init__(
@@ -39,27 +39,27 @@ class Gateway:
         self.name = name
 
     def key(self) -> str:
-        """Return the key. Raises Failure if the file cannot be read."""
+        """Return the API key. Raises Failure if the file cannot be read."""
         if self.token or not self.token_file:
             return self.token
         try:
             with Path(self.token_file).expanduser().open(encoding="ascii") as file:
                 return file.read(4096).strip()
         except (OSError, UnicodeDecodeError) as error:
-            why = getattr(error, "strerror", None) or "it is not a single line of plain text"
-            raise Failure(f"the key file {self.token_file} cannot be read: {why}") from None
+            reason = getattr(error, "strerror", None) or "it is not a single line of plain text"
+            raise Failure(f"the key file {self.token_file} cannot be read: {reason}") from None
 
 
-_known: dict[tuple[str, str], Gateway] = {}
+_gateways: dict[tuple[str, str], Gateway] = {}
 
 
 def remember(sandbox_id: str, gateway: Gateway) -> None:
-    _known[sandbox_id, gateway.url] = gateway
+    _gateways[sandbox_id, gateway.url] = gateway
 
 
 def recall(sandbox_id: str, url: str) -> Gateway | None:
-    """Return the gateway at ``url``, if an inventory of this run found the sandbox there; otherwise None.
+    """Return the gateway at ``url`` if an inventory of this run listed the sandbox there, or None.
 
-    The id alone is not enough, because a gateway can list any id, including ids of another gateway.
+    The id alone is not sufficient, because a gateway can list any id, including ids of another gateway.
     """
-    return _known.get((str(sandbox_id), str(url)))
+    return _gateways.get((str(sandbox_id), str(url)))

@@ -2,7 +2,7 @@
 # GNU General Public License v3.0+ (see COPYING or https://www.gnu.org/licenses/gpl-3.0.txt)
 # SPDX-License-Identifier: GPL-3.0-or-later
 
-"""Turn sandboxes into hosts of an inventory: selection, names, groups and variables."""
+"""Select the sandboxes of an inventory, and compute the names, groups and variables of their hosts."""
 
 from __future__ import annotations
 
@@ -20,65 +20,65 @@ GATEWAY_KEYS = ("name", "url", "token", "token_file", "ca_path", "validate_certs
 FILTER_KEYS = ("name", "state", "template", "metadata")
 GROUPINGS = ("template", "head", "state", "metadata", "gateway")
 INTERPRETERS = {"kvm_xfs": "/usr/bin/python3"}
-"""Path of Python in the templates of each kind of host. For other hosts, Ansible discovers the path."""
+"""The path of Python in templates, by kind of host. For other kinds, Ansible discovers the path."""
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,63}")
-_RESERVED = frozenset({"all", "ungrouped", "localhost"})
-"""Names that sandboxes cannot have as hosts: tasks for the control node would run in a sandbox called localhost."""
+_RESERVED_NAMES = frozenset({"all", "ungrouped", "localhost"})
+"""Names that hosts cannot have. For example, tasks for the control node would run in a sandbox called localhost."""
 
 
 def observe(client: Client) -> list[dict[str, Any]]:
-    """Return all sandboxes of a gateway as plain data: the modules' shape plus the names of template and head."""
+    """Return the shapes of all sandboxes of a gateway, plus the names of their templates and heads."""
     names = {each["templateID"]: (each.get("names") or [""])[0] for each in client.pages("/templates")}
     names.update({each["snapshotID"]: (each.get("names") or [""])[0] for each in client.pages("/snapshots")})
-    found = []
+    sandboxes = []
     for detail in client.pages("/sandboxes"):
         shape = sandbox_shape(detail)
         if not _NAME.fullmatch(str(shape["id"])):
             raise Failure(f"{shape['id']!r} is not the id of a sandbox: check that {client.address.url} is a gateway")
         shape["template"] = detail.get("alias") or names.get(shape["template_id"]) or shape["template_id"]
         shape["head"] = names.get(shape["snapshot_id"]) or shape["snapshot_id"]
-        found.append(shape)
-    return found
+        sandboxes.append(shape)
+    return sandboxes
 
 
-def check_keys(given: Any, known: tuple[str, ...], where: str) -> None:
-    """Raise Failure if ``given`` is not a mapping, or has an unknown key."""
-    if not isinstance(given, Mapping):
-        raise Failure(f"{where} must be a mapping with the keys {', '.join(known)}, not {given!r}")
-    unknown = [str(key) for key in given if key not in known]
+def check_keys(mapping: Any, known_keys: tuple[str, ...], where: str) -> None:
+    """Raise Failure if ``mapping`` is not a mapping or has an unknown key. ``where``: its name in the message."""
+    if not isinstance(mapping, Mapping):
+        raise Failure(f"{where} must be a mapping with the keys {', '.join(known_keys)}, not {mapping!r}")
+    unknown = [str(key) for key in mapping if key not in known_keys]
     if unknown:
-        raise Failure(f"{where} contains unknown keys ({', '.join(unknown)}): use only {', '.join(known)}")
+        raise Failure(f"{where} contains unknown keys ({', '.join(unknown)}): use only {', '.join(known_keys)}")
 
 
-def passes(sandbox: Mapping[str, Any], filters: Mapping[str, Any]) -> bool:
-    """Return whether the sandbox passes all filters. A filter lists values, which can be globs."""
+def matches_filters(sandbox: Mapping[str, Any], filters: Mapping[str, Any]) -> bool:
+    """Return whether the sandbox matches all filters. Each filter lists values, which can be globs."""
     for key in ("name", "state", "template"):
-        patterns = _list(filters.get(key))
+        patterns = _as_list(filters.get(key))
         values = [sandbox["template"], sandbox["template_id"]] if key == "template" else [sandbox[key]]
         if patterns and not any(fnmatchcase(str(value), pattern) for value in values for pattern in patterns):
             return False
     metadata = filters.get("metadata") or {}
     return all(
-        any(fnmatchcase(sandbox["metadata"].get(key, ""), pattern) for pattern in _list(value))
+        any(fnmatchcase(sandbox["metadata"].get(key, ""), pattern) for pattern in _as_list(value))
         and key in sandbox["metadata"]
         for key, value in metadata.items()
     )
 
 
-def host_name(sandbox: Mapping[str, Any], hostname: str, gateway: str, taken: Container[str] = ()) -> str:
-    """Return the name of the host, chosen so that Ansible does not interpret it as anything else.
+def host_name(sandbox: Mapping[str, Any], hostname: str, gateway: str, group_names: Container[str] = ()) -> str:
+    """Return the name of the sandbox's host.
 
-    ``taken``: names of groups.
+    Returns the id if the name has another meaning in Ansible, or is one of ``group_names``.
     """
     name = sandbox["name"]
-    if hostname == "id" or not _NAME.fullmatch(name) or re.fullmatch(r"[\d.]+", name) or name in _RESERVED:
+    if hostname == "id" or not _NAME.fullmatch(name) or re.fullmatch(r"[\d.]+", name) or name in _RESERVED_NAMES:
         name = sandbox["id"]
     host = f"{name}.{gateway}" if hostname == "name_gateway" else name
-    return sandbox["id"] if host in taken else host
+    return sandbox["id"] if host in group_names else host
 
 
 def groups_of(sandbox: Mapping[str, Any], gateway: str, group_by: list[str]) -> list[str]:
-    """Return the names of its groups, before sanitizing."""
+    """Return the names of the sandbox's groups, before they are sanitized."""
     groups = [f"{key}_{sandbox[key]}" for key in ("template", "head", "state") if key in group_by and sandbox[key]]
     if "metadata" in group_by:
         groups += [
@@ -90,7 +90,7 @@ def groups_of(sandbox: Mapping[str, Any], gateway: str, group_by: list[str]) -> 
 
 
 def variables_of(sandbox: Mapping[str, Any], gateway: Gateway, interpreter: str) -> dict[str, Any]:
-    """Return the variables of its host, without any key."""
+    """Return the variables of the sandbox's host, which contain no API key."""
     variables: dict[str, Any] = {
         "ansible_connection": "grove.sandbox.sandbox",
         "ansible_host": sandbox["id"],
@@ -109,7 +109,7 @@ def variables_of(sandbox: Mapping[str, Any], gateway: Gateway, interpreter: str)
     return variables
 
 
-def _list(value: Any) -> list[str]:
+def _as_list(value: Any) -> list[str]:
     if value is None:
         return []
     return [str(item) for item in value] if isinstance(value, (list, tuple)) else [str(value)]

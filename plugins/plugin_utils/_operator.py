@@ -4,8 +4,8 @@
 
 """Compute the variables of a host as the operator set them, without facts and other task results.
 
-Plugins get values without their origin, and facts override inventory variables. Therefore the variables are computed a
-second time, with empty stores for task results.
+Plugins receive values without their origin, and facts override inventory variables. Therefore this module computes
+the variables again, with empty stores for task results.
 """
 
 from __future__ import annotations
@@ -20,21 +20,21 @@ from ansible.template import Templar
 from ansible_collections.grove.sandbox.plugins.module_utils._failure import Failure
 
 
-class _NoFacts(dict):  # type: ignore[type-arg]
+class _EmptyFactCache(dict):  # type: ignore[type-arg]
     """An empty fact cache."""
 
     def get(self, key: Any, default: Any = None) -> Any:
         return {}
 
 
-_RETURNED_BY_TASKS = {"_fact_cache": _NoFacts, "_nonpersistent_fact_cache": dict, "_vars_cache": dict}
-"""Ansible's stores for task results: facts; set_fact and registered variables; include_vars."""
+_TASK_RESULT_STORES = {"_fact_cache": _EmptyFactCache, "_nonpersistent_fact_cache": dict, "_vars_cache": dict}
+"""Ansible's stores of task results: facts; set_fact and registered variables; include_vars."""
 
 
 def host_of_task() -> str:
-    """Return the host of the running task. Raises Failure if this release of Ansible does not provide it.
+    """Return the name of the running task's host. Raises Failure if this release of Ansible does not provide it.
 
-    ``inventory_hostname`` is not reliable, because a fact of that name overrides it.
+    ``inventory_hostname`` is not reliable, because a fact with that name overrides it.
     """
     host = getattr(multiprocessing.current_process(), "_host", None)
     if not isinstance(host, Host):
@@ -47,23 +47,26 @@ def host_of_task() -> str:
 
 
 class OperatorVariables(Mapping):  # type: ignore[type-arg]
-    """The variables of the host ``name``, templates unevaluated. ``hostvars`` is Ansible's variable with this name.
+    """The variables of the host ``name``, with unevaluated templates.
 
-    With ``task``, loaded from the playbook, they include the vars of its play, role, blocks and the task itself. Raises
-    Failure if this release of Ansible stores variables differently.
+    ``hostvars`` is Ansible's variable of that name. If ``task`` (as loaded from the playbook) is set, the variables
+    include the vars of its play, role and blocks, and its own. The constructor raises Failure if this release of
+    Ansible stores variables differently.
     """
 
     def __init__(self, hostvars: Any, name: str, task: Any = None) -> None:
-        theirs = hostvars._variable_manager
-        missing = [store for store in _RETURNED_BY_TASKS if store not in vars(theirs)]
+        original = hostvars._variable_manager
+        missing = [store for store in _TASK_RESULT_STORES if store not in vars(original)]
         if missing:
             raise Failure(
                 f"this release of ansible-core does not provide {', '.join(missing)}, so inventory "
                 "variables and facts cannot be distinguished: use ansible-core 2.16 to 2.19, or a newer "
                 "release of grove.sandbox"
             )
-        manager = object.__new__(type(theirs))
-        vars(manager).update(vars(theirs), **{store: make() for store, make in _RETURNED_BY_TASKS.items()})
+        manager = object.__new__(type(original))
+        vars(manager).update(
+            vars(original), **{store: create_store() for store, create_store in _TASK_RESULT_STORES.items()}
+        )
         inventory, self._loader = hostvars._inventory, hostvars._loader
         # Templates that refer to other hosts must not see their facts either.
         type(hostvars)(inventory, manager, self._loader)
@@ -80,7 +83,7 @@ class OperatorVariables(Mapping):  # type: ignore[type-arg]
         return len(self._values)
 
     def evaluate(self, name: str) -> Any:
-        """Return the value of a variable, evaluated with only these variables. Raises Failure."""
+        """Evaluate a variable, using only these variables. Raises Failure."""
         try:
             return self.template(self._values[name])
         except AnsibleError as error:
@@ -90,9 +93,9 @@ class OperatorVariables(Mapping):  # type: ignore[type-arg]
                 "decide where the gateway's key is sent"
             ) from None
 
-    def template(self, value: Any, **more: Any) -> Any:
-        """Return ``value`` with its templates evaluated with these variables and ``more``. Raises AnsibleError."""
-        return Templar(loader=self._loader, variables={**self._values, **more}).template(value)
+    def template(self, value: Any, **extra: Any) -> Any:
+        """Evaluate the templates in ``value``, using these variables and ``extra``. Raises AnsibleError."""
+        return Templar(loader=self._loader, variables={**self._values, **extra}).template(value)
 
     def drop(self, names: set[str]) -> None:
         self._values = {key: value for key, value in self._values.items() if key not in names}
@@ -104,53 +107,55 @@ class OperatorVariables(Mapping):  # type: ignore[type-arg]
 
 
 class OperatorTask:
-    """A task as written in its playbook, evaluated with the operator's variables only.
+    """A task as written in its playbook, evaluated with only the operator's variables.
 
-    ``task`` is the running one, whose templates Ansible has evaluated. ``hostvars`` is Ansible's variable with this
-    name.
+    ``task`` is the running task, whose templates Ansible has already evaluated. ``hostvars`` is Ansible's variable of
+    that name.
     """
 
     def __init__(self, task: Any, hostvars: Any) -> None:
-        # Load it again: the running task no longer has its templates.
+        # Load the task again, because the running task no longer has its templates.
         self._task = type(task).load(task.get_ds(), block=task._parent, role=task._role, loader=hostvars._loader)
         self._action = task.resolved_action
         self._hostvars = hostvars
         self._variables: OperatorVariables | None = None
 
     def has_option(self, name: str, value: Any) -> bool:
-        """Return whether the operator sets the option to ``value``. Raises Failure.
+        """Return whether the operator set the option to ``value``. Raises Failure.
 
-        Tries each item of the task's loop, because the task does not show which item is running.
+        Tries all items of the task's loop, because the running task does not show its current item.
         """
         args = self._task.args
         if name in args and (args[name] == value or self._evaluates_to(args[name], value)):
             return True
-        # A template can replace all options.
-        whole = [args[key] for key in ("_variable_params", "_raw_params") if key in args]
-        return any(self._evaluates_to(given, value, name) for given in (*whole, *self._defaults()))
+        # A template can stand for all options.
+        whole_options = [args[key] for key in ("_variable_params", "_raw_params") if key in args]
+        return any(
+            self._evaluates_to(template, value, name) for template in (*whole_options, *self._applicable_defaults())
+        )
 
     def has_environment(self, name: str, value: Any) -> bool:
-        """Return whether the operator sets the variable of the task's environment to ``value``. Raises Failure."""
-        return any(self._evaluates_to(given, value, name) for given in self._task.environment or ())
+        """Return whether the operator set the variable in the task's ``environment`` to ``value``. Raises Failure."""
+        return any(self._evaluates_to(template, value, name) for template in self._task.environment or ())
 
-    def _defaults(self) -> list[Any]:
+    def _applicable_defaults(self) -> list[Any]:
         """Return the entries of ``module_defaults`` that apply to the task."""
         groups = (self._task._parent._play._action_groups or {}).get(self._action, [])
         names = {self._action, *(f"group/{group}" for group in groups)}
         return [entry for each in self._task.module_defaults or () for name, entry in each.items() if name in names]
 
-    def _evaluates_to(self, given: Any, value: Any, key: str = "") -> bool:
-        """Return whether ``given``, or its entry ``key``, evaluates to ``value``. Raises Failure."""
+    def _evaluates_to(self, template: Any, value: Any, key: str = "") -> bool:
+        """Return whether ``template``, or its entry ``key``, evaluates to ``value``. Raises Failure."""
         variables = self._operator_variables()
-        for more in self._loop_variables(self._task, variables):
+        for extra in self._loop_variables(self._task, variables):
             try:
-                found = given
+                result = template
                 if key:
-                    found = found if isinstance(found, Mapping) else variables.template(found, **more)
-                    if not isinstance(found, Mapping) or key not in found:
+                    result = result if isinstance(result, Mapping) else variables.template(result, **extra)
+                    if not isinstance(result, Mapping) or key not in result:
                         continue
-                    found = found[key]
-                if variables.template(found, **more) == value:
+                    result = result[key]
+                if variables.template(result, **extra) == value:
                     return True
             except AnsibleError:
                 continue
@@ -163,15 +168,15 @@ class OperatorTask:
             variables.drop({name for each in includes for name in _loop_names(each)})
             # Ansible stores the evaluated loop item of an include as a variable of the included tasks.
             for each in reversed(includes):
-                for more in self._loop_variables(each, variables):
-                    if all(each.vars.get(name) == value for name, value in more.items()):
-                        variables.add(more)
+                for extra in self._loop_variables(each, variables):
+                    if all(each.vars.get(name) == value for name, value in extra.items()):
+                        variables.add(extra)
                         break
             self._variables = variables
         return self._variables
 
     def _loop_variables(self, task: Any, variables: OperatorVariables) -> list[dict[str, Any]]:
-        """Return the variables of each loop item; one empty set for a task without a loop."""
+        """Return the loop variables of each item, or one empty dict for a task without a loop."""
         loop = _loop_of(task)
         if loop is None:
             return [{}]
@@ -192,13 +197,13 @@ def _loop_of(task: Any) -> Any:
 
 
 def _loop_names(task: Any) -> tuple[str, str]:
-    """Return the names of the variables for the loop item and its index; the latter may be empty."""
+    """Return the names of the variables for the loop item and for its index, which may be empty."""
     control = task.loop_control
     return (control.loop_var or "item", control.index_var or "") if control is not None else ("item", "")
 
 
 def _ancestors(task: Any) -> Iterator[Any]:
-    """Yield the blocks, includes and other parents of the task, innermost first."""
+    """Yield the blocks, includes and other parents of the task, starting with the innermost."""
     parent = task._parent
     while parent is not None:
         yield parent

@@ -1,4 +1,4 @@
-"""Runs the agent as a real process on a loopback port, with a client for its protocols."""
+"""Run the agent as a real process on a loopback port, and talk to it in its own protocols."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ SOURCE = Path(__file__).parents[2] / "gateway/src"
 
 
 class Events:
-    """A stream of process events. Iterating yields each ``event``; ``error`` is the error of the last frame."""
+    """A stream of process events. Iterating yields each ``event``. ``error``: the error in the last frame."""
 
     def __init__(self, response: http.client.HTTPResponse) -> None:
         self._response = response
@@ -43,7 +43,7 @@ class Events:
         return next(iter(self))
 
     def read_to_end(self) -> tuple[bytes, bytes, dict[str, Any]]:
-        """Everything until the end: stdout (or the terminal's output), stderr, the end event."""
+        """Read until the end. Returns stdout (or the output of the terminal), stderr and the end event."""
         out, err, end = bytearray(), bytearray(), {}
         for event in self:
             data = event.get("data", {})
@@ -59,7 +59,10 @@ class Events:
 
 
 class Agent:
-    """A running agent; each call opens its own connection and sends ``headers``. ``code_port``: the interpreter's."""
+    """A running agent.
+
+    Each call opens a new connection and sends ``headers``. ``code_port``: the code interpreter's.
+    """
 
     def __init__(self, process: subprocess.Popen[str], port: int, code_port: int) -> None:
         self.process = process
@@ -82,15 +85,15 @@ class Agent:
         return response.status, data
 
     def post(self, path: str, body: Any = None, user: str = "") -> tuple[int, Any]:
-        """POST a JSON object; returns the status and the JSON object of the answer."""
+        """POST a JSON object. Returns the status and the JSON object of the response."""
         headers = {"Content-Type": "application/json", **_login(user)}
         status, data = self.request("POST", path, json.dumps(body or {}), headers)
         return status, json.loads(data)
 
     def post_ok(self, path: str, body: Any = None, user: str = "") -> Any:
-        status, answer = self.post(path, body, user)
-        assert status == 200, answer
-        return answer
+        status, response = self.post(path, body, user)
+        assert status == 200, response
+        return response
 
     def stream(
         self,
@@ -114,11 +117,11 @@ class Agent:
         return Events(response)
 
     def start(self, *argv: str, stdin: bool = False, user: str = "", **fields: Any) -> Events:
-        """Start a process; ``fields`` are fields of its config, except ``pty``, ``tag`` and ``input``."""
-        outer = {key: fields.pop(key) for key in ("pty", "tag", "input") if key in fields}
+        """Start a process. ``fields``: fields of its config, or ``pty``, ``tag`` and ``input``."""
+        message_fields = {key: fields.pop(key) for key in ("pty", "tag", "input") if key in fields}
         headers = {key.replace("_", "-"): fields.pop(key) for key in list(fields) if key.startswith("Connect_")}
         config = {"cmd": argv[0], "args": list(argv[1:]), **fields}
-        return self.stream("Start", {"process": config, "stdin": stdin, **outer}, user=user, **headers)
+        return self.stream("Start", {"process": config, "stdin": stdin, **message_fields}, user=user, **headers)
 
 
 def _login(user: str) -> dict[str, str]:
@@ -127,32 +130,32 @@ def _login(user: str) -> dict[str, str]:
 
 def eventually(condition: Callable[[], bool], seconds: float = 10) -> None:
     """Wait until ``condition`` holds."""
-    until = time.monotonic() + seconds
+    deadline = time.monotonic() + seconds
     while not condition():
-        assert time.monotonic() < until, "it did not come true in time"
+        assert time.monotonic() < deadline, f"the condition did not hold within {seconds} s"
         time.sleep(0.02)
 
 
 @contextmanager
 def running(argv: list[str], env: dict[str, str] | None = None) -> Iterator[Agent]:
-    """Run an agent on a free port."""
+    """Run an agent inside the context. ``argv``: its command, which must use a free port."""
     process = subprocess.Popen(
         argv, stderr=subprocess.PIPE, text=True, env={**os.environ, "PYTHONPATH": str(SOURCE), **(env or {})}
     )
     try:
         assert process.stderr
-        said = []
+        lines = []
         for line in process.stderr:
-            said.append(line)
-            found = re.search(r"listening on \S+:(\d+)", line)
-            if found:
+            lines.append(line)
+            match = re.search(r"listening on \S+:(\d+)", line)
+            if match:
                 break
         else:
-            raise AssertionError(f"the agent did not start: {said}")
-        code = None
-        if not any("without the code interpreter" in line for line in said):
-            code = re.search(r"code interpreter listening on \S+:(\d+)", process.stderr.readline())
-        yield Agent(process, int(found[1]), int(code[1]) if code else 0)
+            raise AssertionError(f"the agent did not start: {lines}")
+        code_match = None
+        if not any("without the code interpreter" in line for line in lines):
+            code_match = re.search(r"code interpreter listening on \S+:(\d+)", process.stderr.readline())
+        yield Agent(process, int(match[1]), int(code_match[1]) if code_match else 0)
     finally:
         process.kill()
         process.wait()
@@ -169,29 +172,29 @@ def _running() -> Callable[..., Any]:
 
 
 @pytest.fixture(scope="session")
-def unmanaged() -> list[str]:
-    """The command of an agent that leaves this machine alone; AGENT_PYTHON selects another Python to run it."""
+def unmanaged_command() -> list[str]:
+    """The command of an agent that does not change this machine. AGENT_PYTHON selects another Python for it."""
     python = os.environ.get("AGENT_PYTHON", sys.executable)
     return [python, "-m", "sandbox_agent", "--unmanaged", "--bind", "127.0.0.1", "--port", "0"]
 
 
 @pytest.fixture(scope="module")
-def agent(unmanaged: list[str]) -> Iterator[Agent]:
-    """An agent for the tests of a module that do not give it an identity."""
-    with running(unmanaged) as found:
-        yield found
+def agent(unmanaged_command: list[str]) -> Iterator[Agent]:
+    """An agent for all tests of a module that do not set its identity."""
+    with running(unmanaged_command) as running_agent:
+        yield running_agent
 
 
 @pytest.fixture
-def fresh_agent(unmanaged: list[str]) -> Iterator[Agent]:
-    """An agent for one test."""
-    with running(unmanaged) as found:
-        yield found
+def fresh_agent(unmanaged_command: list[str]) -> Iterator[Agent]:
+    """An agent for a single test."""
+    with running(unmanaged_command) as running_agent:
+        yield running_agent
 
 
 @pytest.fixture(scope="session")
 def root() -> None:
-    """Skip the test if it cannot be root in its own namespaces."""
+    """Skip the test if it cannot run as root in new namespaces."""
     if os.geteuid() != 0 or not sys.platform.startswith("linux"):
         pytest.skip("needs root on Linux")
     if not all(map(shutil.which, ("unshare", "setpriv", "nsenter", "ip"))):

@@ -1,4 +1,4 @@
-"""The published ``cubesandbox`` client, unmodified, against the agent: all methods of its files, commands and pty."""
+"""All methods for files, commands and pty of the published ``cubesandbox`` client work with the agent."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ cubesandbox = pytest.importorskip("cubesandbox", reason="needs the cubesandbox c
 
 @pytest.fixture(scope="module")
 def sandbox(agent):
-    # It reaches a sandbox by a fixed address and a Host header, which the agent ignores.
+    # The client uses a fixed address and a Host header, which the agent ignores.
     config = cubesandbox.Config(api_key="key", proxy_node_ip="127.0.0.1", proxy_port=agent.port)
     return cubesandbox.Sandbox({"sandboxID": "0123456789ab", "templateID": "t", "domain": "test"}, config)
 
 
-def test_commands(sandbox, tmp_path):
+def test_commands_run(sandbox, tmp_path):
     result = sandbox.commands.run("echo out $A; echo err >&2; pwd; exit 3", envs={"A": "1"}, cwd=str(tmp_path))
     assert (result.stdout, result.stderr, result.exit_code) == (f"out 1\n{tmp_path}\n", "err\n", 3)
     assert sandbox.commands.run("echo $B", env={"B": "2"}, timeout=0).stdout == "2\n"
@@ -35,7 +35,7 @@ def test_commands(sandbox, tmp_path):
         sandbox.commands.run("sleep 30.9", timeout=0.5)
 
 
-def test_files(sandbox, tmp_path):
+def test_files_are_read_and_changed(sandbox, tmp_path):
     files, path = sandbox.files, f"{tmp_path}/d/ü f"
     files.write(path, "héllo")
     assert files.read(path) == "héllo"
@@ -56,19 +56,19 @@ def test_files(sandbox, tmp_path):
         files.make_dir(f"{tmp_path}/x/y")
     from cubesandbox._exceptions import PartialWriteError
 
-    with pytest.raises(PartialWriteError) as failed:
+    with pytest.raises(PartialWriteError) as error:
         files.write_files([(f"{tmp_path}/1", "1"), (f"{tmp_path}/1/2", "2")])
-    assert failed.value.written == 1
+    assert error.value.written == 1
 
 
-def test_another_user(sandbox):
+def test_requests_can_name_another_user(sandbox):
     if os.geteuid() != 0:
         pytest.skip("needs root")
     shared = Path(tempfile.mkdtemp(prefix="agent-test-"))
     try:
         shared.chmod(0o755)
-        said = sandbox.commands.run('id -un; echo "$HOME"', user="daemon").stdout
-        assert said.split() == ["daemon", pwd.getpwnam("daemon").pw_dir]
+        output = sandbox.commands.run('id -un; echo "$HOME"', user="daemon").stdout
+        assert output.split() == ["daemon", pwd.getpwnam("daemon").pw_dir]
         sandbox.files.write(f"{shared}/d/f", "x", user="daemon")
         assert sandbox.files.stat(f"{shared}/d/f", user="daemon")["owner"] == "daemon"
         assert sandbox.files.read(f"{shared}/d/f", user="daemon") == "x"
@@ -76,7 +76,7 @@ def test_another_user(sandbox):
         shutil.rmtree(shared)
 
 
-def test_watching(sandbox, tmp_path):
+def test_a_watch_yields_events(sandbox, tmp_path):
     with sandbox.files.watch_dir(str(tmp_path)) as watcher:
         timer = threading.Timer(0.2, (tmp_path / "new").write_text, ("x",))
         timer.start()
@@ -87,7 +87,7 @@ def test_watching(sandbox, tmp_path):
         next(sandbox.files.watch_dir(f"{tmp_path}/none"))
 
 
-def test_terminal(sandbox):
+def test_a_terminal_can_be_reconnected_and_killed(sandbox):
     size = cubesandbox.PtySize(rows=30, cols=100)
     handle = sandbox.pty.create(size, cwd="/", envs={"MARK": "m1"}, timeout=30)
     handle.resize(cubesandbox.PtySize(rows=20, cols=90))
@@ -99,9 +99,9 @@ def test_terminal(sandbox):
             break
     assert b"20 90" in output
     handle.disconnect()
-    again = sandbox.pty.connect(handle.pid, timeout=30)
-    again.send_stdin("exit\n")
-    assert again.wait(lambda data: None) == 0
+    reconnected = sandbox.pty.connect(handle.pid, timeout=30)
+    reconnected.send_stdin("exit\n")
+    assert reconnected.wait(lambda data: None) == 0
     other = sandbox.pty.create(size, timeout=30)
     assert other.kill()
     with pytest.raises(cubesandbox.CubeSandboxError, match="killed"):

@@ -1,4 +1,4 @@
-"""The published ``e2b`` client, unmodified, against the agent: all methods of its files, commands, pty and git."""
+"""All methods for files, commands, pty and git of the published ``e2b`` client work with the agent."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ import pytest
 e2b = pytest.importorskip("e2b", reason="needs the e2b client: pip install e2b==2.63.0")
 
 ENVD_VERSION = "0.6.4"
-"""The version whose features the agent has: also metadata of files, entries in events, watches on network mounts."""
+"""The version of envd whose features the agent has, such as metadata of files and watches on network mounts."""
 
 
 def connect(kind, agent, token=None):
@@ -45,25 +45,25 @@ def sandbox(agent):
 
 @pytest.fixture
 def shared():
-    """A directory that every user may enter, unlike the tests' own."""
+    """A directory that all users may enter, unlike ``tmp_path``."""
     path = Path(tempfile.mkdtemp(prefix="agent-test-"))
     path.chmod(0o755)
     yield path
     shutil.rmtree(path)
 
 
-def test_commands(sandbox):
+def test_commands_run(sandbox):
     assert sandbox.is_running()
     result = sandbox.commands.run("echo out; echo err >&2", envs={"A": "1"}, cwd="/")
     assert (result.stdout, result.stderr, result.exit_code, result.error) == ("out\n", "err\n", 0, None)
-    with pytest.raises(e2b.CommandExitException) as failed:
+    with pytest.raises(e2b.CommandExitException) as error:
         sandbox.commands.run("exit 3")
-    assert failed.value.exit_code == 3
+    assert error.value.exit_code == 3
     with pytest.raises(e2b.TimeoutException):
         sandbox.commands.run("sleep 30.5", timeout=1)
 
 
-def test_background_commands(sandbox):
+def test_background_commands_can_be_reconnected_and_killed(sandbox):
     handle = sandbox.commands.run("read x; echo got $x; exec sleep 30.6", background=True, stdin=True)
     assert handle.pid in [item.pid for item in sandbox.commands.list()]
     sandbox.commands.send_stdin(handle.pid, "abc\n")
@@ -74,14 +74,14 @@ def test_background_commands(sandbox):
     assert not sandbox.commands.kill(handle.pid)
 
 
-def test_streamed_input(sandbox):
+def test_input_can_be_streamed(sandbox):
     handle = sandbox.commands.run("cat", background=True, stdin=True)
     sandbox.commands.stream_input(handle.pid, ["a", "b" * 100_000])
     sandbox.commands.close_stdin(handle.pid)
     assert handle.wait().stdout == "a" + "b" * 100_000
 
 
-def test_terminal(sandbox):
+def test_a_terminal_can_be_resized(sandbox):
     from e2b.sandbox.commands.command_handle import PtySize
 
     handle = sandbox.pty.create(PtySize(rows=30, cols=100), timeout=30)
@@ -92,13 +92,13 @@ def test_terminal(sandbox):
     assert b"20 90" in output
 
 
-def test_files(sandbox, tmp_path):
+def test_files_are_written_and_read(sandbox, tmp_path):
     files, path = sandbox.files, f"{tmp_path}/a b/ü.txt"
     assert files.write(path, "héllo").path == path
     assert files.read(path) == "héllo"
     names = [f"{tmp_path}/one", f'{tmp_path}/t"w\\o']
-    written = files.write_files([{"path": name, "data": name} for name in names])
-    assert [item.path for item in written] == names
+    uploaded = files.write_files([{"path": name, "data": name} for name in names])
+    assert [item.path for item in uploaded] == names
     assert [files.read(name) for name in names] == names
     files.write(f"{tmp_path}/big", io.BytesIO(b"z" * 3_000_000))
     assert sum(map(len, files.read(f"{tmp_path}/big", format="stream"))) == 3_000_000
@@ -108,7 +108,7 @@ def test_files(sandbox, tmp_path):
         files.read(f"{tmp_path}/none")
 
 
-def test_file_urls(sandbox, tmp_path):
+def test_file_urls_work(sandbox, tmp_path):
     """Without a token, the URLs have no signature."""
     import httpx
 
@@ -117,12 +117,12 @@ def test_file_urls(sandbox, tmp_path):
     assert httpx.get(sandbox.download_url(f"{tmp_path}/up")).text == "sent"
 
 
-def test_a_wrong_token(fresh_agent, tmp_path):
+def test_a_wrong_token_is_refused(fresh_agent, tmp_path):
     fresh_agent.post_ok("/identity", {"accessToken": "right"})
     sandbox = connect(e2b.Sandbox, fresh_agent, "right")
     assert sandbox.files.write(f"{tmp_path}/f", "x").name == "f" and sandbox.files.exists(f"{tmp_path}/f")
     stranger = connect(e2b.Sandbox, fresh_agent, "wrong")
-    for refused in (
+    for request in (
         lambda: stranger.files.read(f"{tmp_path}/f"),
         lambda: stranger.files.write(f"{tmp_path}/f", ""),
         lambda: stranger.files.list(str(tmp_path)),
@@ -130,18 +130,18 @@ def test_a_wrong_token(fresh_agent, tmp_path):
         lambda: stranger.commands.run("true"),
     ):
         with pytest.raises(e2b.AuthenticationException):
-            refused()
+            request()
     assert stranger.is_running()
 
 
-def test_directories(sandbox, tmp_path):
+def test_directories_are_listed_and_changed(sandbox, tmp_path):
     files, path = sandbox.files, f"{tmp_path}/d"
     assert files.make_dir(f"{path}/e") and not files.make_dir(f"{path}/e")
     files.write(f"{path}/e/f", "123")
     (tmp_path / "d/link").symlink_to("e/f")
-    found = {item.name: item for item in files.list(path, depth=2)}
-    assert {name: item.type.value for name, item in found.items()} == {"e": "dir", "f": "file", "link": "symlink"}
-    assert found["f"].size == 3 and abs(found["f"].modified_time.timestamp() - time.time()) < 60
+    entries = {item.name: item for item in files.list(path, depth=2)}
+    assert {name: item.type.value for name, item in entries.items()} == {"e": "dir", "f": "file", "link": "symlink"}
+    assert entries["f"].size == 3 and abs(entries["f"].modified_time.timestamp() - time.time()) < 60
     assert files.rename(f"{path}/e/f", f"{tmp_path}/moved/f").path == f"{tmp_path}/moved/f"
     files.remove(path)
     assert not files.exists(path) and files.exists(f"{tmp_path}/moved/f")
@@ -150,26 +150,26 @@ def test_directories(sandbox, tmp_path):
 
 
 def test_output_is_streamed(sandbox):
-    said, complained = [], []
+    stdout, stderr = [], []
     result = sandbox.commands.run(
-        "echo ü; echo no >&2", on_stdout=said.append, on_stderr=complained.append, retain_output=False
+        "echo ü; echo no >&2", on_stdout=stdout.append, on_stderr=stderr.append, retain_output=False
     )
-    assert (said, complained, result.stdout, result.exit_code) == (["ü\n"], ["no\n"], None, 0)
+    assert (stdout, stderr, result.stdout, result.exit_code) == (["ü\n"], ["no\n"], None, 0)
 
 
 def test_a_command_outlives_its_stream(sandbox):
     handle = sandbox.commands.run("echo one; read x; echo two; exit 4", background=True, stdin=True, timeout=0)
     assert next(iter(handle))[0] == "one\n"
     handle.disconnect()
-    again = sandbox.commands.connect(handle.pid)
-    again.send_stdin("go\n")
-    with pytest.raises(e2b.CommandExitException) as ended:
-        again.wait()
-    assert (ended.value.stdout, ended.value.exit_code) == ("one\ntwo\n", 4)
+    reconnected = sandbox.commands.connect(handle.pid)
+    reconnected.send_stdin("go\n")
+    with pytest.raises(e2b.CommandExitException) as error:
+        reconnected.wait()
+    assert (error.value.stdout, error.value.exit_code) == ("one\ntwo\n", 4)
     # The result remains available later.
-    with pytest.raises(e2b.CommandExitException) as ended:
+    with pytest.raises(e2b.CommandExitException) as error:
         sandbox.commands.connect(handle.pid).wait()
-    assert ended.value.exit_code == 4
+    assert error.value.exit_code == 4
     with pytest.raises(e2b.NotFoundException):
         sandbox.commands.send_stdin(handle.pid, "more")
     cat = sandbox.commands.run("cat", background=True, stdin=True)
@@ -178,24 +178,24 @@ def test_a_command_outlives_its_stream(sandbox):
     assert cat.wait().stdout == "bytes"
 
 
-def test_terminals(sandbox):
+def test_a_terminal_can_be_reconnected_and_killed(sandbox):
     from e2b.sandbox.commands.command_handle import PtySize
 
     handle = sandbox.pty.create(PtySize(rows=30, cols=100), envs={"MARK": "m1"}, cwd="/", timeout=0)
     handle.disconnect()
     sandbox.pty.stream_input(handle.pid, ["echo $MARK-$TERM-", "$(pwd)-$((40+2))\n"])
-    again, output = sandbox.pty.connect(handle.pid), b""
-    for _, _, data in again:
+    reconnected, output = sandbox.pty.connect(handle.pid), b""
+    for _, _, data in reconnected:
         output += data or b""
         if b"m1-xterm-256color-/-42" in output:
             break
     assert sandbox.pty.kill(handle.pid)
     with pytest.raises(e2b.CommandExitException):
-        again.wait()
+        reconnected.wait()
     assert not sandbox.pty.kill(handle.pid)
 
 
-def test_another_user(sandbox, shared):
+def test_requests_can_name_another_user(sandbox, shared):
     if os.geteuid() != 0:
         pytest.skip("needs root")
     user = pwd.getpwnam("daemon")
@@ -208,29 +208,29 @@ def test_another_user(sandbox, shared):
     owners = {item.path.removeprefix(str(shared)): item.owner for item in files.list(str(shared), depth=2)}
     assert owners == dict.fromkeys(("/a", "/c", "/c/d", "/e", "/e/b"), "daemon")
     assert files.get_info("", user="daemon").path == files.get_info("~", user="daemon").path == user.pw_dir
-    for refused in (
+    for request in (
         lambda: files.write(f"{shared}/no", "", user="no-such-user"),
         lambda: files.list("/", user="no-such-user"),
         lambda: sandbox.commands.run("true", user="no-such-user"),
     ):
         with pytest.raises(e2b.AuthenticationException, match="no-such-user"):
-            refused()
+            request()
 
 
-def test_kinds_of_errors(sandbox, tmp_path):
+def test_errors_have_the_expected_types(sandbox, tmp_path):
     files = sandbox.files
     (tmp_path / "file").write_text("")
     (tmp_path / "loop").symlink_to("loop")
     os.mkfifo(tmp_path / "pipe")
-    for missing in (
+    for request in (
         lambda: files.read(f"{tmp_path}/none"),
         lambda: files.get_info(f"{tmp_path}/none"),
         lambda: files.rename(f"{tmp_path}/none", f"{tmp_path}/other"),
         lambda: files.watch_dir(f"{tmp_path}/none"),
     ):
         with pytest.raises(e2b.FileNotFoundException):
-            missing()
-    for invalid in (
+            request()
+    for request in (
         lambda: files.list(f"{tmp_path}/file"),
         lambda: files.read(str(tmp_path)),
         lambda: files.read(f"{tmp_path}/pipe"),
@@ -243,16 +243,16 @@ def test_kinds_of_errors(sandbox, tmp_path):
         lambda: sandbox.commands.run("true", cwd=f"{tmp_path}/none"),
     ):
         with pytest.raises(e2b.InvalidArgumentException):
-            invalid()
+            request()
     with pytest.raises(e2b.NotFoundException):
         sandbox.commands.connect(999_999_999)
     assert not sandbox.commands.kill(999_999_999)
     files.remove(f"{tmp_path}/none")
 
 
-def test_a_full_disk_and_invalid_files(root, running, unmanaged, tmp_path):
+def test_a_full_disk_and_unsupported_metadata_are_reported(root, running, unmanaged_command, tmp_path):
     script = 'mount -t tmpfs -o size=64k none "$0" && exec "$@"'
-    command = ["unshare", "--mount", "--propagation", "private", "sh", "-c", script, str(tmp_path), *unmanaged]
+    command = ["unshare", "--mount", "--propagation", "private", "sh", "-c", script, str(tmp_path), *unmanaged_command]
     with running(command) as agent:
         files = connect(e2b.Sandbox, agent).files
         for form in ({"use_octet_stream": True}, {"use_octet_stream": False}):
@@ -263,27 +263,27 @@ def test_a_full_disk_and_invalid_files(root, running, unmanaged, tmp_path):
             files.write("/proc/self/oom_score_adj", "0", metadata={"a": "b"})
 
 
-def test_entries_that_are_not_files(sandbox, tmp_path):
-    """Names that are not UTF-8 do not break a listing, which omits everything except files and directories."""
+def test_special_entries_do_not_break_listings(sandbox, tmp_path):
+    """A listing contains names that are not UTF-8, and omits special files."""
     (tmp_path / os.fsdecode(b"not-\xff-utf-8")).write_text("")
     (tmp_path / "loop").symlink_to("loop")
     (tmp_path / "self").symlink_to(".")
     os.mkfifo(tmp_path / "pipe")
-    listed = {item.name: item for item in sandbox.files.list(str(tmp_path), depth=5)}
-    assert {name: item.type.value for name, item in listed.items()} == {
+    entries = {item.name: item for item in sandbox.files.list(str(tmp_path), depth=5)}
+    assert {name: item.type.value for name, item in entries.items()} == {
         "not-�-utf-8": "file",
         "loop": "symlink",
         "self": "symlink",
     }
-    assert listed["self"].symlink_target == str(tmp_path)
+    assert entries["self"].symlink_target == str(tmp_path)
     assert sandbox.files.get_info(f"{tmp_path}/pipe").type is None
-    # Its arguments are not UTF-8 either; the list of processes is readable nevertheless.
+    # The arguments of this process are not UTF-8, but the list of processes is still valid.
     handle = sandbox.commands.run("exec -a $'\\xff' sleep 30.7", background=True)
     assert handle.pid in [item.pid for item in sandbox.commands.list()]
     handle.kill()
 
 
-def test_metadata(sandbox, tmp_path):
+def test_metadata_is_stored_and_replaced(sandbox, tmp_path):
     files, path = sandbox.files, f"{tmp_path}/file"
     try:
         os.setxattr(tmp_path, "user.test", b"")
@@ -292,29 +292,29 @@ def test_metadata(sandbox, tmp_path):
     assert files.write(path, "1", metadata={"Author": "me", "n": "1"}).metadata == {"author": "me", "n": "1"}
     assert files.get_info(path).metadata == {"author": "me", "n": "1"}
     # Replacing a file also replaces its metadata.
-    written = files.write_files([{"path": path, "data": io.BytesIO(b"2")}], metadata={"n": "2"})
-    assert [item.metadata for item in written] == [{"n": "2"}]
+    uploaded = files.write_files([{"path": path, "data": io.BytesIO(b"2")}], metadata={"n": "2"})
+    assert [item.metadata for item in uploaded] == [{"n": "2"}]
     os.setxattr(path, "user.other", b"")
     os.setxattr(path, "user.e2b.raw", b"\xff")
     assert files.list(str(tmp_path))[0].metadata == {"n": "2", "raw": "�"}
     assert files.rename(path, f"{path}2").metadata["n"] == "2"
     assert files.write(f"{path}2", "3").metadata is None and files.get_info(f"{path}2").metadata is None
-    for wrong in ({"k" * 300: ""}, {"k": "v" * 5000}):
+    for metadata in ({"k" * 300: ""}, {"k": "v" * 5000}):
         with pytest.raises(e2b.InvalidArgumentException):
-            files.write(path, "", metadata=wrong)
+            files.write(path, "", metadata=metadata)
     assert not files.exists(path)
 
 
 def peak_memory(pid: int) -> int:
-    """The peak memory of a process, in KiB."""
+    """Return the peak memory of a process, in KiB."""
     lines = Path(f"/proc/{pid}/status").read_text().splitlines()
     return next(int(line.split()[1]) for line in lines if line.startswith("VmHWM"))
 
 
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads /proc")
-def test_large_files_are_not_held_in_memory(running, unmanaged, tmp_path):
+def test_large_files_are_not_held_in_memory(running, unmanaged_command, tmp_path):
     size, piece = 50_000_000, os.urandom(1_000_000)
-    with running(unmanaged) as agent:
+    with running(unmanaged_command) as agent:
         files, path = connect(e2b.Sandbox, agent).files, f"{tmp_path}/large"
         files.write(path, "x")
         before = peak_memory(agent.process.pid)
@@ -328,24 +328,24 @@ def test_large_files_are_not_held_in_memory(running, unmanaged, tmp_path):
         assert peak_memory(agent.process.pid) - before < 10_000
 
 
-def test_watching(sandbox, tmp_path):
+def test_a_watch_returns_new_events(sandbox, tmp_path):
     kinds, watch = e2b.FilesystemEventType, sandbox.files.watch_dir(str(tmp_path), recursive=True, include_entry=True)
     sandbox.files.write(f"{tmp_path}/d/f", "12")
-    events, found, until = [], [], time.monotonic() + 20
-    while ("d/f", kinds.WRITE) not in events and time.monotonic() < until:
-        found = watch.get_new_events()
-        events += [(event.name, event.type) for event in found]
+    events, new_events, deadline = [], [], time.monotonic() + 20
+    while ("d/f", kinds.WRITE) not in events and time.monotonic() < deadline:
+        new_events = watch.get_new_events()
+        events += [(event.name, event.type) for event in new_events]
         time.sleep(0.02)
     assert [event for event in events if event[1] == kinds.CREATE] == [("d", kinds.CREATE), ("d/f", kinds.CREATE)]
-    assert (found[-1].entry.path, found[-1].entry.size) == (f"{tmp_path}/d/f", 2)
+    assert (new_events[-1].entry.path, new_events[-1].entry.size) == (f"{tmp_path}/d/f", 2)
     watch.stop()
     with pytest.raises(e2b.SandboxException):
         watch.get_new_events()
     sandbox.files.watch_dir(str(tmp_path), allow_network_mounts=True).stop()
 
 
-def test_git(sandbox, tmp_path):
-    """Git consists of commands only; the repository that is pushed to is on this machine."""
+def test_git_methods_work(sandbox, tmp_path):
+    """The remote repository is on this machine."""
     if not shutil.which("git"):
         pytest.skip("needs git")
     git, work, remote = sandbox.git, f"{tmp_path}/work", f"{tmp_path}/remote.git"
@@ -377,7 +377,7 @@ def test_git(sandbox, tmp_path):
     assert sandbox.files.exists(f"{tmp_path}/.git-credentials")
 
 
-async def test_the_async_client(agent, tmp_path):
+async def test_the_async_client_works(agent, tmp_path):
     from e2b.sandbox.commands.command_handle import PtySize
 
     sandbox = connect(e2b.AsyncSandbox, agent)
@@ -415,9 +415,9 @@ async def test_the_async_client(agent, tmp_path):
     assert handle.pid in [item.pid for item in await commands.list()]
     await commands.send_stdin(handle.pid, "one ")
     await handle.disconnect()
-    again = await commands.connect(handle.pid)
+    reconnected = await commands.connect(handle.pid)
     await commands.close_stdin(handle.pid)
-    assert (await again.wait()).stdout == "one end\n"
+    assert (await reconnected.wait()).stdout == "one end\n"
     with pytest.raises(e2b.TimeoutException):
         await commands.run("sleep 30.8", timeout=0.5)
     handle = await commands.run("cat; exec sleep 30.9", background=True, stdin=True)
@@ -451,19 +451,19 @@ exec "$@"
 """
 
 
-def test_a_sandbox_without_bash(root, running, unmanaged, tmp_path):
-    """The client always asks for /bin/bash. Without it, the agent takes another bash or the system's shell."""
+def test_without_bash_another_shell_is_used(root, running, unmanaged_command, tmp_path):
+    """The client always requests /bin/bash. If it is missing, the agent uses another bash or /bin/sh."""
     (tmp_path / "bin").mkdir()
     shutil.copy("/bin/bash", tmp_path / "bin/bash")
-    command = ["unshare", "--mount", "--propagation", "private", "sh", "-c", BASHLESS, "sh", *unmanaged]
+    command = ["unshare", "--mount", "--propagation", "private", "sh", "-c", BASHLESS, "sh", *unmanaged_command]
     if "bash" in Path("/bin/sh").resolve().name:
         pytest.skip("needs another sh")
     with running(command) as agent:
         sandbox = connect(e2b.Sandbox, agent)
         assert sandbox.commands.run('echo "$0 $HOME"; shopt 2>&1 || true').stdout.startswith(f"-sh {Path.home()}\n")
-        with pytest.raises(e2b.CommandExitException) as failed:
+        with pytest.raises(e2b.CommandExitException) as error:
             sandbox.commands.run("shopt -s extglob")
-        assert (failed.value.exit_code, "sh:" in failed.value.stderr) == (127, True)
+        assert (error.value.exit_code, "sh:" in error.value.stderr) == (127, True)
         from e2b.sandbox.commands.command_handle import PtySize
 
         output = bytearray()

@@ -1,4 +1,4 @@
-"""/files: upload and download of contents."""
+"""/files uploads and downloads files."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def test_uploaded_content_is_downloaded_unchanged(agent, tmp_path):
     assert get(agent, path) == (200, data)
 
 
-def test_overwriting_shortens_and_keeps_the_mode(agent, tmp_path):
+def test_overwriting_truncates_a_file_and_keeps_its_mode(agent, tmp_path):
     path = tmp_path / "file"
     path.write_text("long content")
     path.chmod(0o640)
@@ -53,25 +53,24 @@ def test_overwriting_shortens_and_keeps_the_mode(agent, tmp_path):
     assert get(agent, path) == (200, b"")
 
 
-def test_a_chunked_upload(agent, tmp_path):
+def test_a_chunked_upload_is_stored(agent, tmp_path):
     pieces = [os.urandom(70_000) for _ in range(10)]
     status, _ = agent.request("POST", f"/files?path={tmp_path}/c", iter(pieces), {"Transfer-Encoding": "chunked"})
     assert status == 200
     assert (tmp_path / "c").read_bytes() == b"".join(pieces)
 
 
-def test_gzip(agent, tmp_path):
+def test_gzip_uploads_are_decompressed(agent, tmp_path):
     data = b"abc" * 300_000
     packed = gzip.compress(data)
     assert put(agent, packed, headers={"Content-Encoding": "gzip"}, path=f"{tmp_path}/g")[0] == 200
     assert (tmp_path / "g").read_bytes() == data
-    for wrong in (packed[:-20], b"not gzip at all"):
-        status, answer = put(agent, wrong, headers={"Content-Encoding": "gzip"}, path=f"{tmp_path}/g")
-        assert status == 400 and "gzip" in answer["message"]
+    for invalid_data in (packed[:-20], b"not gzip at all"):
+        status, response = put(agent, invalid_data, headers={"Content-Encoding": "gzip"}, path=f"{tmp_path}/g")
+        assert status == 400 and "gzip" in response["message"]
 
 
-def test_a_compressed_download(agent, tmp_path):
-    """Compressed only for clients that accept nothing but gzip."""
+def test_downloads_are_compressed_if_only_gzip_is_accepted(agent, tmp_path):
     data = b"abc" * 300_000
     (tmp_path / "plain").write_bytes(data)
     path = f"/files?path={tmp_path}/plain"
@@ -80,7 +79,7 @@ def test_a_compressed_download(agent, tmp_path):
     assert agent.request("GET", path, headers={"Accept-Encoding": "gzip, deflate"}) == (200, data)
 
 
-def test_multipart_with_a_path(agent, tmp_path):
+def test_the_path_parameter_overrides_the_filename(agent, tmp_path):
     data = b"\r\n--X\r\n--XY" + os.urandom(300_000) + b"\r\n"
     body = multipart(("other", "", b"ignored"), ("file", "elsewhere", data))
     assert put(agent, body, MULTIPART, path=f"{tmp_path}/here")[1][0]["path"] == f"{tmp_path}/here"
@@ -88,15 +87,15 @@ def test_multipart_with_a_path(agent, tmp_path):
     assert not (tmp_path / "elsewhere").exists()
 
 
-def test_several_files_with_names(agent, tmp_path):
+def test_filenames_are_paths_of_several_files(agent, tmp_path):
     body = multipart(("file", f"{tmp_path}/d/one", b"1"), ("file", f"{tmp_path}/t%22wo ü", b""))
-    status, answer = put(agent, body, MULTIPART)
-    assert (status, [item["name"] for item in answer]) == (200, ["one", 't"wo ü'])
+    status, response = put(agent, body, MULTIPART)
+    assert (status, [item["name"] for item in response]) == (200, ["one", 't"wo ü'])
     assert ((tmp_path / "d/one").read_bytes(), (tmp_path / 't"wo ü').read_bytes()) == (b"1", b"")
 
 
-def test_a_boundary_split_between_reads(agent, tmp_path):
-    """The body arrives in pieces of every size. The boundary may lie across two of them."""
+def test_a_boundary_split_between_reads_is_found(agent, tmp_path):
+    """The body arrives in small pieces, so its boundaries are split between them."""
     body = multipart(("file", f"{tmp_path}/cut", b"a\r\n--X\r\nb"))
     for size in (1, 2, 3, 7):
         pieces = [body[start : start + size] for start in range(0, len(body), size)]
@@ -109,12 +108,12 @@ def test_a_boundary_split_between_reads(agent, tmp_path):
     "body",
     [b"", b"--XX\r\n", b"--XX--\r\n", b"nothing", multipart(("file", "/tmp/never", b"x"))[:-8] + b"\r\n--XXoops"],
 )
-def test_a_malformed_multipart_body(agent, tmp_path, body):
-    status, answer = put(agent, body, MULTIPART, path=f"{tmp_path}/never")
-    assert status == 400, answer
+def test_a_malformed_multipart_body_is_refused(agent, tmp_path, body):
+    status, response = put(agent, body, MULTIPART, path=f"{tmp_path}/never")
+    assert status == 400, response
 
 
-def test_errors_have_codes(agent, tmp_path):
+def test_errors_have_a_status_and_a_code(agent, tmp_path):
     (tmp_path / "file").write_text("x")
     os.mkfifo(tmp_path / "pipe")
     for path, status in (
@@ -125,24 +124,24 @@ def test_errors_have_codes(agent, tmp_path):
         (tmp_path / "file/below", 400),
         ("a\0b", 400),
     ):
-        found, data = get(agent, path)
-        assert (found, json.loads(data)["code"]) == (status, status), path
+        found_status, data = get(agent, path)
+        assert (found_status, json.loads(data)["code"]) == (status, status), path
     for path, status in ((tmp_path, 400), (tmp_path / "pipe", 400), (tmp_path / "file/below", 400), ("", 400)):
-        found, answer = put(agent, b"x", path=str(path))
-        assert (found, answer["code"]) == (status, status), path
+        found_status, response = put(agent, b"x", path=str(path))
+        assert (found_status, response["code"]) == (status, status), path
     assert get(agent, tmp_path / "file", username="no-such-user")[0] == 401
 
 
-def test_a_full_disk_is_507(root, running, unmanaged, tmp_path):
-    """The file system has one MiB and is mounted where only this agent sees it."""
+def test_a_full_disk_returns_507(root, running, unmanaged_command, tmp_path):
+    """The file system has a size of 1 MiB, and only this agent sees it."""
     script = 'mount -t tmpfs -o size=1m tmpfs "$1"; shift; exec "$@"'
     argv = ["unshare", "--mount", "--propagation", "private", "sh", "-c", script, "sh", str(tmp_path)]
-    with running([*argv, *unmanaged]) as agent:
-        status, answer = put(agent, bytes(2 << 20), path=f"{tmp_path}/file")
-    assert (status, answer["code"]) == (507, 507) and "No space" in answer["message"]
+    with running([*argv, *unmanaged_command]) as agent:
+        status, response = put(agent, bytes(2 << 20), path=f"{tmp_path}/file")
+    assert (status, response["code"]) == (507, 507) and "No space" in response["message"]
 
 
-def test_files_without_a_size(agent):
+def test_files_without_a_size_are_downloaded(agent):
     status, data = get(agent, "/proc/self/status")
     assert status == 200 and b"Name:" in data
 
@@ -171,7 +170,7 @@ def test_large_uploads_use_little_memory(agent, tmp_path):
 
 
 def peak_memory(pid: int) -> int:
-    """The peak memory of a process, in KiB."""
+    """Return the peak memory of a process, in KiB."""
     lines = Path(f"/proc/{pid}/status").read_text().splitlines()
     return next(int(line.split()[1]) for line in lines if line.startswith("VmHWM"))
 
@@ -179,21 +178,21 @@ def peak_memory(pid: int) -> int:
 def test_the_user_owns_uploaded_files(agent, tmp_path):
     if os.geteuid() != 0:
         pytest.skip("needs root")
-    assert put(agent, b"x", path=f"{tmp_path}/made/deep/file", username="nobody")[0] == 200
-    owners = {(tmp_path / part).stat().st_uid for part in ("made", "made/deep", "made/deep/file")}
+    assert put(agent, b"x", path=f"{tmp_path}/new/deep/file", username="nobody")[0] == 200
+    owners = {(tmp_path / part).stat().st_uid for part in ("new", "new/deep", "new/deep/file")}
     assert owners == {65534} and tmp_path.stat().st_uid == 0
 
 
-def test_an_aborted_upload(agent, tmp_path):
+def test_an_aborted_upload_closes_the_connection(agent, tmp_path):
     with socket.create_connection(("127.0.0.1", agent.port)) as sock:
         sock.sendall(f"POST /files?path={tmp_path}/cut HTTP/1.1\r\nContent-Length: 100\r\n\r\nabc".encode())
         sock.shutdown(socket.SHUT_WR)
         assert sock.recv(1000) == b""
 
 
-def test_a_refused_upload_is_still_answered(agent, tmp_path):
-    """The client keeps sending much more than the agent will read."""
-    status, answer = put(
+def test_a_refused_upload_receives_a_response(agent, tmp_path):
+    """The client keeps sending, although the agent does not read the body."""
+    status, response = put(
         agent, iter([bytes(1 << 20)] * 8), headers={"Transfer-Encoding": "chunked"}, path=str(tmp_path)
     )
-    assert status == 400 and "regular file" in answer["message"]
+    assert status == 400 and "regular file" in response["message"]

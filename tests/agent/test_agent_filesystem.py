@@ -1,4 +1,4 @@
-"""filesystem.Filesystem: directories and entries."""
+"""filesystem.Filesystem lists and changes directories and their entries."""
 
 from __future__ import annotations
 
@@ -16,18 +16,18 @@ def call(agent, method, user="", **message):
 
 
 def list_names(agent, path, **message):
-    status, answer = call(agent, "ListDir", path=path, **message)
-    assert status == 200, answer
-    return [os.path.relpath(item["path"], path) for item in answer["entries"]]
+    status, response = call(agent, "ListDir", path=path, **message)
+    assert status == 200, response
+    return [os.path.relpath(item["path"], path) for item in response["entries"]]
 
 
-def test_stat_of_a_file(agent, tmp_path):
+def test_stat_describes_a_file(agent, tmp_path):
     path = tmp_path / "file"
     path.write_text("12345")
     path.chmod(0o640)
     os.utime(path, ns=(0, 1_700_000_000_123_456_789))
-    status, answer = call(agent, "Stat", path=path)
-    entry = answer["entry"]
+    status, response = call(agent, "Stat", path=path)
+    entry = response["entry"]
     assert (status, entry["size"], entry["mode"]) == (200, "5", 0o640)
     assert (entry["name"], entry["path"], entry["type"]) == ("file", str(path), "FILE_TYPE_FILE")
     assert (entry["permissions"], entry["modifiedTime"]) == ("-rw-r-----", "2023-11-14T22:13:20.123456789Z")
@@ -35,7 +35,7 @@ def test_stat_of_a_file(agent, tmp_path):
     assert entry["owner"] and entry["group"] and "symlinkTarget" not in entry
 
 
-def test_stat_of_symlinks(agent, tmp_path):
+def test_stat_describes_symlinks_and_their_targets(agent, tmp_path):
     (tmp_path / "dir").mkdir()
     (tmp_path / "link").symlink_to("dir")
     (tmp_path / "broken").symlink_to("none")
@@ -49,7 +49,7 @@ def test_stat_of_symlinks(agent, tmp_path):
     assert (entry["type"], entry["isSymlink"]) == ("FILE_TYPE_SYMLINK", True)
 
 
-def test_list_by_depth(agent, tmp_path):
+def test_listing_is_limited_by_depth(agent, tmp_path):
     (tmp_path / "b/c/d").mkdir(parents=True)
     (tmp_path / "a").write_text("")
     (tmp_path / "loop").symlink_to(".")
@@ -59,27 +59,27 @@ def test_list_by_depth(agent, tmp_path):
     assert list_names(agent, tmp_path, depth=9) == ["a", "b", "b/c", "b/c/d", "loop"]
 
 
-def test_make_dir(agent, tmp_path):
+def test_make_dir_creates_parents_and_refuses_existing_paths(agent, tmp_path):
     path = tmp_path / "x/y"
-    status, answer = call(agent, "MakeDir", path=path)
-    assert (status, answer["entry"]["type"]) == (200, "FILE_TYPE_DIRECTORY") and path.is_dir()
-    status, answer = call(agent, "MakeDir", path=path)
-    assert (status, answer["code"]) == (409, "already_exists")
+    status, response = call(agent, "MakeDir", path=path)
+    assert (status, response["entry"]["type"]) == (200, "FILE_TYPE_DIRECTORY") and path.is_dir()
+    status, response = call(agent, "MakeDir", path=path)
+    assert (status, response["code"]) == (409, "already_exists")
     (tmp_path / "file").write_text("")
-    for wrong in ("file", "file/below"):
-        status, answer = call(agent, "MakeDir", path=tmp_path / wrong)
-        assert (status, answer["code"]) == (400, "invalid_argument"), wrong
+    for name in ("file", "file/below"):
+        status, response = call(agent, "MakeDir", path=tmp_path / name)
+        assert (status, response["code"]) == (400, "invalid_argument"), name
 
 
-def test_move(agent, tmp_path):
+def test_move_replaces_files_and_creates_parents(agent, tmp_path):
     (tmp_path / "a").write_text("a")
     (tmp_path / "b").write_text("b")
-    status, answer = call(agent, "Move", source=tmp_path / "a", destination=tmp_path / "new/c")
-    assert (status, answer["entry"]["path"]) == (200, str(tmp_path / "new/c"))
+    status, response = call(agent, "Move", source=tmp_path / "a", destination=tmp_path / "new/c")
+    assert (status, response["entry"]["path"]) == (200, str(tmp_path / "new/c"))
     assert call(agent, "Move", source=tmp_path / "b", destination=tmp_path / "new/c")[0] == 200
     assert (tmp_path / "new/c").read_text() == "b"
-    status, answer = call(agent, "Move", source=tmp_path / "a", destination=tmp_path / "else/c")
-    assert (status, answer["code"]) == (404, "not_found")
+    status, response = call(agent, "Move", source=tmp_path / "a", destination=tmp_path / "else/c")
+    assert (status, response["code"]) == (404, "not_found")
     assert not (tmp_path / "else").exists()
 
 
@@ -97,7 +97,7 @@ def test_move_to_another_file_system(agent, tmp_path):
     assert not other.exists()
 
 
-def test_remove(agent, tmp_path):
+def test_remove_accepts_missing_paths(agent, tmp_path):
     (tmp_path / "d/e").mkdir(parents=True)
     (tmp_path / "d/e/f").write_text("")
     (tmp_path / "keep").mkdir()
@@ -108,7 +108,7 @@ def test_remove(agent, tmp_path):
     assert call(agent, "Remove", path="")[0] == 400
 
 
-def test_errors(agent, tmp_path):
+def test_errors_have_a_status_and_a_code(agent, tmp_path):
     (tmp_path / "file").write_text("")
     for method, path, status, code in (
         ("Stat", tmp_path / "none", 404, "not_found"),
@@ -117,38 +117,38 @@ def test_errors(agent, tmp_path):
         ("Stat", tmp_path / "file/below", 400, "invalid_argument"),
         ("Stat", "a\0b", 400, "invalid_argument"),
     ):
-        found, answer = call(agent, method, path=path)
-        assert (found, answer["code"]) == (status, code), (method, path)
+        found_status, response = call(agent, method, path=path)
+        assert (found_status, response["code"]) == (status, code), (method, path)
     assert call(agent, "ListDir", path=tmp_path, depth=-1)[0] == 400
     assert call(agent, "Stat", path=tmp_path, user="no-such-user")[0] == 401
 
 
-def test_relative_paths_and_the_user(agent):
+def test_relative_paths_start_at_the_home_directory(agent):
     assert call(agent, "Stat", path="")[1]["entry"]["path"] == str(Path.home())
     assert call(agent, "Stat", path="~")[1]["entry"]["path"] == str(Path.home())
     assert call(agent, "Stat", path="/tmp/../etc//passwd")[1]["entry"]["path"] == "/etc/passwd"
 
 
-def test_ownership(agent, tmp_path):
+def test_the_requesting_user_owns_new_directories(agent, tmp_path):
     if os.geteuid() != 0:
         pytest.skip("needs root")
     assert call(agent, "MakeDir", path=tmp_path / "mine", user="nobody")[1]["entry"]["owner"] == "nobody"
 
 
-def test_names_that_are_not_utf_8(agent, tmp_path):
+def test_names_that_are_not_utf_8_are_usable(agent, tmp_path):
     path = tmp_path / os.fsdecode(b"a\xff")
     path.write_text("x")
-    status, answer = call(agent, "ListDir", path=tmp_path)
-    assert (status, [item["name"] for item in answer["entries"]]) == (200, ["a\ufffd"])
-    # Addressed as in Python.
+    status, response = call(agent, "ListDir", path=tmp_path)
+    assert (status, [item["name"] for item in response["entries"]]) == (200, ["a\ufffd"])
+    # Clients address such names as Python does.
     assert call(agent, "Stat", path=path)[1]["entry"]["path"] == f"{tmp_path}/a\ufffd"
     assert call(agent, "Remove", path=path) == (200, {}) and not path.exists()
-    status, answer = call(agent, "Stat", path=path)
-    assert (status, answer["message"].isprintable()) == (404, True)
+    status, response = call(agent, "Stat", path=path)
+    assert (status, response["message"].isprintable()) == (404, True)
     assert call(agent, "Stat", path="\ud800")[1]["code"] == "invalid_argument"
 
 
-def test_special_files_have_no_type(agent, tmp_path):
+def test_special_files_have_an_unspecified_type(agent, tmp_path):
     os.mkfifo(tmp_path / "pipe")
     (tmp_path / "link").symlink_to("pipe")
     entries = call(agent, "ListDir", path=tmp_path)[1]["entries"]
@@ -158,33 +158,33 @@ def test_special_files_have_no_type(agent, tmp_path):
     ]
 
 
-def test_a_directory_deeper_than_the_path_limit(agent, tmp_path):
-    """It is listed as far as paths can reach, and it can be removed."""
+def test_directories_beyond_the_path_limit_can_be_removed(agent, tmp_path):
+    """A listing contains the directories whose paths are within the limit."""
     name = "d" * 20
-    here = os.open(tmp_path, os.O_RDONLY)
+    parent_fd = os.open(tmp_path, os.O_RDONLY)
     for _ in range(300):
-        os.mkdir(name, dir_fd=here)
-        below = os.open(name, os.O_RDONLY, dir_fd=here)
-        os.close(here)
-        here = below
-    os.close(here)
-    listed = list_names(agent, tmp_path, depth=10**6)
-    assert 150 < len(listed) < 200 and listed[9] == "/".join([name] * 10)
+        os.mkdir(name, dir_fd=parent_fd)
+        child_fd = os.open(name, os.O_RDONLY, dir_fd=parent_fd)
+        os.close(parent_fd)
+        parent_fd = child_fd
+    os.close(parent_fd)
+    names = list_names(agent, tmp_path, depth=10**6)
+    assert 150 < len(names) < 200 and names[9] == "/".join([name] * 10)
     assert call(agent, "Remove", path=tmp_path / name) == (200, {})
     assert not (tmp_path / name).exists()
 
 
-def test_too_many_entries_to_list(running, unmanaged, tmp_path):
+def test_listing_too_many_entries_is_refused(running, unmanaged_command, tmp_path):
     code = (
         "import sys; from sandbox_agent import agent; from sandbox_agent.files import filesystem; "
         "filesystem.MAX_ENTRIES = 5; sys.argv = sys.argv[1:]"
     )
-    with running([unmanaged[0], "-c", f"{code}; sys.exit(agent.main())", *unmanaged[2:]]) as agent:
+    with running([unmanaged_command[0], "-c", f"{code}; sys.exit(agent.main())", *unmanaged_command[2:]]) as agent:
         for number in range(3):
             (tmp_path / f"d{number}").mkdir()
         (tmp_path / "d1/below").write_text("")
         assert len(list_names(agent, tmp_path, depth=2)) == 4
         for number in range(2):
             (tmp_path / f"d2/{number}").write_text("")
-        status, answer = call(agent, "ListDir", path=tmp_path, depth=2)
-        assert (status, answer["code"]) == (429, "resource_exhausted")
+        status, response = call(agent, "ListDir", path=tmp_path, depth=2)
+        assert (status, response["code"]) == (429, "resource_exhausted")

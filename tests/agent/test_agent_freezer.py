@@ -1,4 +1,4 @@
-"""The freezer: its system calls, and the automatic thaw."""
+"""The freezer makes the right system calls, and thaws automatically."""
 
 from __future__ import annotations
 
@@ -17,21 +17,21 @@ from sandbox_agent.machine.system import FIFREEZE, FITHAW
 SOURCE = Path(__file__).parents[2] / "gateway/src"
 
 
-class System:
-    """Stands in for the kernel: the test must not freeze anything on this machine."""
+class FakeKernel:
+    """Replaces the kernel, because the test must not freeze file systems of this machine."""
 
     def __init__(self) -> None:
-        self.asked: list[int] = []
+        self.requests: list[int] = []
         self.thawed = threading.Event()
         self.frozen = False
-        self.refusal = 0
+        self.error_number = 0
 
     def ioctl(self, fd: int, request: int, argument: int) -> int:
-        self.asked.append(request)
-        if self.refusal:
-            raise OSError(self.refusal, os.strerror(self.refusal))
+        self.requests.append(request)
+        if self.error_number:
+            raise OSError(self.error_number, os.strerror(self.error_number))
         if (request == FIFREEZE) == self.frozen:
-            raise OSError(errno.EBUSY if self.frozen else errno.EINVAL, "as it is")
+            raise OSError(errno.EBUSY if self.frozen else errno.EINVAL, "already in this state")
         self.frozen = not self.frozen
         if not self.frozen:
             self.thawed.set()
@@ -39,39 +39,39 @@ class System:
 
 
 @pytest.fixture
-def system() -> System:
-    return System()
+def kernel() -> FakeKernel:
+    return FakeKernel()
 
 
-def test_freeze_and_thaw(system, tmp_path):
-    freezer = Freezer(str(tmp_path), system.ioctl)
+def test_freeze_and_thaw_call_the_kernel(kernel, tmp_path):
+    freezer = Freezer(str(tmp_path), kernel.ioctl)
     freezer.freeze(60)
-    assert system.frozen
+    assert kernel.frozen
     freezer.thaw()
     freezer.thaw()
-    assert not system.frozen and system.asked == [FIFREEZE, FITHAW, FITHAW]
+    assert not kernel.frozen and kernel.requests == [FIFREEZE, FITHAW, FITHAW]
 
 
-def test_a_frozen_file_system_thaws_after_the_timeout(system, tmp_path):
-    Freezer(str(tmp_path), system.ioctl).freeze(0.05)
-    assert system.thawed.wait(30)
+def test_a_frozen_file_system_thaws_after_the_timeout(kernel, tmp_path):
+    Freezer(str(tmp_path), kernel.ioctl).freeze(0.05)
+    assert kernel.thawed.wait(30)
 
 
-def test_a_second_freeze_restarts_the_timer(system, tmp_path):
-    freezer = Freezer(str(tmp_path), system.ioctl)
+def test_a_second_freeze_restarts_the_timer(kernel, tmp_path):
+    freezer = Freezer(str(tmp_path), kernel.ioctl)
     freezer.freeze(0.2)
     freezer.freeze(60)
-    assert not system.thawed.wait(0.5)
-    assert system.frozen
+    assert not kernel.thawed.wait(0.5)
+    assert kernel.frozen
     freezer.thaw()
 
 
-def test_a_failed_freeze_leaves_no_timer(system, tmp_path):
-    system.refusal = errno.EOPNOTSUPP
+def test_a_failed_freeze_leaves_no_timer(kernel, tmp_path):
+    kernel.error_number = errno.EOPNOTSUPP
     with pytest.raises(OSError):
-        Freezer(str(tmp_path), system.ioctl).freeze(0.05)
-    assert not system.thawed.wait(0.2)
-    assert system.asked == [FIFREEZE]
+        Freezer(str(tmp_path), kernel.ioctl).freeze(0.05)
+    assert not kernel.thawed.wait(0.2)
+    assert kernel.requests == [FIFREEZE]
 
 
 SCRIPT = """
@@ -84,31 +84,31 @@ exec "$2" -c '
 import sys, time
 from sandbox_agent.machine.freezer import Freezer
 path = sys.argv[1]
-def write():
-    started = time.monotonic()
+def measure_write():
+    start_time = time.monotonic()
     open(path + "/file", "w").close()
-    return time.monotonic() - started
+    return time.monotonic() - start_time
 freezer = Freezer(path)
 freezer.freeze(1.0)
-waited = write()
-assert 0.5 < waited < 20, waited
+seconds = measure_write()
+assert 0.5 < seconds < 20, seconds
 freezer.freeze(30)
 freezer.freeze(30)
 freezer.thaw()
-assert write() < 5
+assert measure_write() < 5
 ' "$1/mount"
 """
 
 
-def test_a_real_file_system(root, tmp_path):
-    """A scratch file system in its own mount namespace; both disappear with the process."""
-    done = subprocess.run(
+def test_a_real_file_system_freezes_and_thaws(root, tmp_path):
+    """The file system is in a new mount namespace. Both disappear when the process exits."""
+    result = subprocess.run(
         ["unshare", "--mount", "--propagation", "private", "sh", "-c", SCRIPT, "sh", str(tmp_path), sys.executable],
         env={**os.environ, "PYTHONPATH": str(SOURCE)},
         capture_output=True,
         text=True,
         timeout=120,
     )
-    if "loop" in done.stderr:
-        pytest.skip(f"no loop device: {done.stderr}")
-    assert done.returncode == 0, done.stderr
+    if "loop" in result.stderr:
+        pytest.skip(f"no loop device: {result.stderr}")
+    assert result.returncode == 0, result.stderr

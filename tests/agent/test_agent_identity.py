@@ -1,7 +1,7 @@
-"""/identity: the differences between siblings, and who may set them.
+"""/identity sets the identity of a fork, for callers with the right to do so.
 
-Tests of an agent that manages its machine run it in its own namespaces (mounts, hostname, network), with a copy of /etc
-and without the right to set the clock, which has no namespace.
+A managing agent runs in new namespaces (mounts, hostname, network), with a copy of /etc and without the right to set
+the clock, which has no namespace.
 """
 
 from __future__ import annotations
@@ -37,10 +37,12 @@ CAP_SYS_TIME = 25
 
 def test_an_unmanaged_agent_reports_what_it_skipped(fresh_agent):
     before = socket.gethostname(), Path("/etc/hostname").exists() and Path("/etc/hostname").read_text()
-    answer = fresh_agent.post_ok("/identity", {**FULL, "accessToken": "", "time": time.time() + 999, "growDisk": True})
-    skipped = {reason.partition(":")[0] for reason in answer["skipped"]}
+    response = fresh_agent.post_ok(
+        "/identity", {**FULL, "accessToken": "", "time": time.time() + 999, "growDisk": True}
+    )
+    skipped = {reason.partition(":")[0] for reason in response["skipped"]}
     assert skipped == {"entropy", "time", "hostname", "hostname file", "machine-id", "resolv.conf", "growDisk"}
-    assert answer["hostname"] == socket.gethostname() and answer["bootID"]
+    assert response["hostname"] == socket.gethostname() and response["bootID"]
     assert before == (socket.gethostname(), Path("/etc/hostname").exists() and Path("/etc/hostname").read_text())
 
 
@@ -63,7 +65,7 @@ def test_every_route_except_health_needs_the_token(fresh_agent):
     assert fresh_agent.request("GET", "/health") == (204, b"")
     fresh_agent.headers = {"X-Access-Token": "one"}
     fresh_agent.post_ok("/exec", {"args": ["true"]})
-    # A caller with the token can replace it and remove it.
+    # A caller with the token can replace or remove the token.
     fresh_agent.post_ok("/identity", {"accessToken": "two"})
     assert fresh_agent.post("/exec", {"args": ["true"]})[0] == 401
     fresh_agent.headers = {"X-Access-Token": "two"}
@@ -74,22 +76,22 @@ def test_every_route_except_health_needs_the_token(fresh_agent):
     fresh_agent.post_ok("/exec", {"args": ["true"]})
 
 
-def test_promised_actions_run_even_if_the_client_hangs_up(fresh_agent):
+def test_accepted_changes_apply_to_later_requests(fresh_agent):
     for round in range(20):
         body = {"env": {"ROUND": str(round)}, "accessToken": f"token-{round}", "wait": False}
         assert fresh_agent.post_ok("/identity", body) == {"accepted": True}
         fresh_agent.headers = {"X-Access-Token": f"token-{round}"}
-        answer = fresh_agent.post_ok("/exec", {"args": ["/bin/sh", "-c", "echo $ROUND"]})
-        assert base64.b64decode(answer["stdout"]).decode().strip() == str(round)
+        response = fresh_agent.post_ok("/exec", {"args": ["/bin/sh", "-c", "echo $ROUND"]})
+        assert base64.b64decode(response["stdout"]).decode().strip() == str(round)
 
 
 def test_every_process_gets_the_environment(fresh_agent):
     def read_environment() -> list[str]:
         script = 'echo "$GREETING $E2B_SANDBOX_ID"'
-        one = base64.b64decode(fresh_agent.post_ok("/exec", {"args": ["sh", "-c", script]})["stdout"])
-        two = fresh_agent.start("sh", "-c", script).read_to_end()[0]
-        assert one == two
-        return one.decode().rstrip("\n").split(" ")
+        exec_output = base64.b64decode(fresh_agent.post_ok("/exec", {"args": ["sh", "-c", script]})["stdout"])
+        process_output = fresh_agent.start("sh", "-c", script).read_to_end()[0]
+        assert exec_output == process_output
+        return exec_output.decode().rstrip("\n").split(" ")
 
     assert read_environment() == ["", ""]
     fresh_agent.post_ok("/identity", {"sandboxID": "0123456789ab", "env": {"GREETING": "hello"}})
@@ -122,14 +124,14 @@ def test_every_process_gets_the_environment(fresh_agent):
     ],
 )
 def test_an_invalid_identity_changes_nothing(agent, body):
-    status, answer = agent.post("/identity", {"sandboxID": "feedfeedfeed", **body})
-    assert status == 400, answer
+    status, response = agent.post("/identity", {"sandboxID": "feedfeedfeed", **body})
+    assert status == 400, response
     assert b"feedfeedfeed" not in base64.b64decode(agent.post_ok("/exec", {"args": ["env"]})["stdout"])
 
 
 def test_an_unmanaged_agent_only_syncs_on_freeze(agent):
-    answer = agent.post_ok("/freeze", {"seconds": 5})
-    assert answer["frozen"] is False and "does not manage" in answer["skipped"][0]
+    response = agent.post_ok("/freeze", {"seconds": 5})
+    assert response["frozen"] is False and "does not manage" in response["skipped"][0]
     agent.post_ok("/thaw")
     agent.post_ok("/sync")
     assert agent.post("/freeze", {"seconds": 3600})[0] == 400
@@ -164,7 +166,7 @@ print(response.read().decode())
 
 @pytest.fixture
 def line():
-    """The serial port to the host: ``(the host's end, path of the machine's end)``."""
+    """The serial port to the host, as (descriptor of the host's end, path of the machine's end)."""
     host, port = os.openpty()
     tty.setraw(port)
     yield host, os.ttyname(port)
@@ -175,7 +177,7 @@ def line():
 
 @pytest.fixture
 def machine(root, tmp_path, running, line):
-    """A managing agent in its own namespaces, as ``(agent, etc)``."""
+    """A managing agent in new namespaces, as (agent, its /etc)."""
     etc = tmp_path / "etc"
     shutil.copytree("/etc", etc, symlinks=True, ignore_dangling_symlinks=True)
     for name in ("hostname", "machine-id", "resolv.conf"):
@@ -194,27 +196,27 @@ def machine(root, tmp_path, running, line):
     assert socket.gethostname() == before
 
 
-def _inside(agent) -> list[str]:
+def _namespace_command(agent) -> list[str]:
     return ["nsenter", f"--net=/proc/{agent.process.pid}/ns/net", "--"]
 
 
-def ask(agent, path, body, *, source="192.0.2.1", token=""):
-    """POST from an address of the agent's network."""
-    done = subprocess.run(
-        [*_inside(agent), sys.executable, "-c", CLIENT, str(agent.port), source, path, token],
+def post_from(agent, path, body, *, source="192.0.2.1", token=""):
+    """Send a POST request from the address ``source`` in the agent's network."""
+    result = subprocess.run(
+        [*_namespace_command(agent), sys.executable, "-c", CLIENT, str(agent.port), source, path, token],
         input=json.dumps(body).encode(),
         capture_output=True,
         check=True,
         timeout=60,
     )
-    status, _, answer = done.stdout.decode().partition("\n")
-    return int(status), json.loads(answer)
+    status, _, response = result.stdout.decode().partition("\n")
+    return int(status), json.loads(response)
 
 
 def run(agent, script, token="s3cret"):
-    status, answer = ask(agent, "/exec", {"args": ["sh", "-c", script]}, token=token)
-    assert status == 200, answer
-    return base64.b64decode(answer["stdout"]).decode()
+    status, response = post_from(agent, "/exec", {"args": ["sh", "-c", script]}, token=token)
+    assert status == 200, response
+    return base64.b64decode(response["stdout"]).decode()
 
 
 def test_a_managed_machine_applies_its_identity(machine):
@@ -222,51 +224,51 @@ def test_a_managed_machine_applies_its_identity(machine):
     assert run(agent, "cat /etc/hostname /etc/machine-id /etc/resolv.conf", "") == (
         "old hostname\nold machine-id\nold resolv.conf\n"
     )
-    status, answer = ask(agent, "/identity", FULL)
+    status, response = post_from(agent, "/identity", FULL)
     assert status == 200
-    assert (answer["hostname"], answer["machineID"]) == ("sibling-1", FULL["machineID"])
-    assert answer["skipped"] == [], answer
+    assert (response["hostname"], response["machineID"]) == ("sibling-1", FULL["machineID"])
+    assert response["skipped"] == [], response
     assert run(agent, "hostname; cat /etc/hostname /etc/machine-id /etc/resolv.conf; echo $GREETING") == (
         f"sibling-1\nsibling-1\n{FULL['machineID']}\nnameserver 192.0.2.1\nnameserver 2001:db8::1\nhello\n"
     )
     # None of it is written to disk.
     for name in ("hostname", "machine-id", "resolv.conf"):
         assert (etc / name).read_text() == f"old {name}\n"
-    # Shorter content leaves no rest of longer content behind.
-    ask(agent, "/identity", {"hostname": "s", "dns": ["192.0.2.9"]}, token="s3cret")
+    # Shorter contents replace longer contents completely.
+    post_from(agent, "/identity", {"hostname": "s", "dns": ["192.0.2.9"]}, token="s3cret")
     assert run(agent, "cat /etc/hostname /etc/resolv.conf") == "s\nnameserver 192.0.2.9\n"
 
 
 def test_the_gateway_needs_no_token_for_the_identity(machine):
     agent, _ = machine
-    assert ask(agent, "/identity", {"accessToken": "first"}, source="192.0.2.2")[0] == 200
-    assert ask(agent, "/identity", {"accessToken": "mine"}, source="192.0.2.2")[0] == 401
-    assert ask(agent, "/identity", {"accessToken": "second"}, source="192.0.2.1")[0] == 200
-    assert ask(agent, "/exec", {"args": ["true"]}, source="192.0.2.1")[0] == 401
-    assert ask(agent, "/exec", {"args": ["true"]}, source="192.0.2.1", token="second")[0] == 200
+    assert post_from(agent, "/identity", {"accessToken": "first"}, source="192.0.2.2")[0] == 200
+    assert post_from(agent, "/identity", {"accessToken": "mine"}, source="192.0.2.2")[0] == 401
+    assert post_from(agent, "/identity", {"accessToken": "second"}, source="192.0.2.1")[0] == 200
+    assert post_from(agent, "/exec", {"args": ["true"]}, source="192.0.2.1")[0] == 401
+    assert post_from(agent, "/exec", {"args": ["true"]}, source="192.0.2.1", token="second")[0] == 200
 
 
 def receive(host, size, seconds=10.0):
-    """Up to ``size`` bytes that the agent sends over the line."""
-    data, until = b"", time.monotonic() + seconds
-    while len(data) < size and select.select([host], [], [], max(0, until - time.monotonic()))[0]:
+    """Return up to ``size`` bytes that the agent sends over the line."""
+    data, deadline = b"", time.monotonic() + seconds
+    while len(data) < size and select.select([host], [], [], max(0, deadline - time.monotonic()))[0]:
         data += os.read(host, size - len(data))
     return data
 
 
-def make_question(text):
+def make_probe(text):
     return b"?" + text.encode().ljust(16, b".")
 
 
 def send_identity(host, body):
-    """Ask over the line who is there, then send the identity."""
-    name = make_question(os.urandom(8).hex())
-    os.write(host, name)
-    assert receive(host, len(name)) == name
+    """Send a probe over the line, then the identity."""
+    probe = make_probe(os.urandom(8).hex())
+    os.write(host, probe)
+    assert receive(host, len(probe)) == probe
     os.write(host, b"=" + (body if isinstance(body, bytes) else json.dumps(body).encode()))
 
 
-def test_connections_are_refused_until_the_identity_is_applied(machine, line):
+def test_requests_wait_until_the_identity_is_applied(machine, line):
     (agent, _), (host, _) = machine, line
     for round in range(20):
         send_identity(
@@ -275,21 +277,21 @@ def test_connections_are_refused_until_the_identity_is_applied(machine, line):
         assert run(agent, "echo $ROUND $(hostname)", f"token-{round}") == f"{round} sibling-{round}\n"
 
 
-def test_connections_are_refused_between_answer_and_identity(machine, line):
+def test_requests_wait_between_the_probe_and_the_identity(machine, line):
     (agent, _), (host, _) = machine, line
-    os.write(host, make_question("who"))
-    assert receive(host, 17) == make_question("who")
-    said: list[str] = []
-    asking = threading.Thread(target=lambda: said.append(run(agent, "echo $N", "")))
-    asking.start()
-    asking.join(0.7)
-    assert asking.is_alive() and not said
-    # A fork of a machine in exactly this state is asked again.
-    os.write(host, make_question("again"))
-    assert receive(host, 17) == make_question("again")
+    os.write(host, make_probe("who"))
+    assert receive(host, 17) == make_probe("who")
+    outputs: list[str] = []
+    thread = threading.Thread(target=lambda: outputs.append(run(agent, "echo $N", "")))
+    thread.start()
+    thread.join(0.7)
+    assert thread.is_alive() and not outputs
+    # A fork of a machine in exactly this state receives another probe.
+    os.write(host, make_probe("again"))
+    assert receive(host, 17) == make_probe("again")
     os.write(host, b'={"env": {"N": "1"}}')
-    asking.join(30)
-    assert said == ["1\n"]
+    thread.join(30)
+    assert outputs == ["1\n"]
 
 
 def test_an_identity_for_another_machine_is_ignored(machine, line):
@@ -301,22 +303,22 @@ def test_an_identity_for_another_machine_is_ignored(machine, line):
     assert run(agent, "echo $N", "") == "1\n"
 
 
-@pytest.mark.parametrize("nonsense", [b"{", b"[]", b"", b'{"env": {"N": "2"}, "hostname": "a b"}', b"\xff" * 4000])
-def test_invalid_messages_on_the_line_are_ignored(machine, line, nonsense):
+@pytest.mark.parametrize("body", [b"{", b"[]", b"", b'{"env": {"N": "2"}, "hostname": "a b"}', b"\xff" * 4000])
+def test_invalid_messages_on_the_line_are_ignored(machine, line, body):
     (agent, _), (host, _) = machine, line
     send_identity(host, {"env": {"N": "1"}})
     assert run(agent, "echo $N", "") == "1\n"
-    send_identity(host, nonsense)
+    send_identity(host, body)
     assert run(agent, "echo $N", "") == "1\n"
     send_identity(host, {"env": {"N": "3"}})
     assert run(agent, "echo $N", "") == "3\n"
 
 
-def test_the_agent_does_not_spin_when_the_host_hangs_up(machine, line):
+def test_the_agent_does_not_busy_loop_after_the_host_hangs_up(machine, line):
     (agent, _), (host, _) = machine, line
     send_identity(host, {"env": {"N": "1"}})
     assert run(agent, "echo $N", "") == "1\n"
-    os.write(host, make_question("who"))
+    os.write(host, make_probe("who"))
     assert receive(host, 17)
     os.close(host)
     assert run(agent, "echo $N", "") == "1\n"
@@ -331,18 +333,18 @@ def test_the_agent_does_not_spin_when_the_host_hangs_up(machine, line):
 
 def test_a_failure_to_set_the_clock_is_reported(machine):
     agent, _ = machine
-    _, answer = ask(agent, "/identity", {"time": time.time() + 3600})
-    assert [reason.partition(":")[0] for reason in answer["skipped"]] == ["time"]
+    _, response = post_from(agent, "/identity", {"time": time.time() + 3600})
+    assert [reason.partition(":")[0] for reason in response["skipped"]] == ["time"]
     assert abs(float(run(agent, "date +%s", "")) - time.time()) < 60
 
 
-def test_a_restarted_agent_keeps_token_and_mounts(machine):
-    """The first agent keeps running; the second, in the same namespaces, finds the state that the first one kept."""
+def test_a_restarted_agent_keeps_its_token_and_mounts(machine):
+    """The first agent keeps running. The second agent runs in the same namespaces and loads the saved state."""
     agent, _ = machine
-    ask(agent, "/identity", FULL)
-    inside = ["nsenter", "--mount", "--uts", "--net", f"--target={agent.process.pid}", "--"]
+    post_from(agent, "/identity", FULL)
+    enter_command = ["nsenter", "--mount", "--uts", "--net", f"--target={agent.process.pid}", "--"]
     second = subprocess.Popen(
-        [*inside, sys.executable, "-m", "sandbox_agent", "--bind", "127.0.0.1", "--port", "0"],
+        [*enter_command, sys.executable, "-m", "sandbox_agent", "--bind", "127.0.0.1", "--port", "0"],
         stderr=subprocess.PIPE,
         text=True,
         env={**os.environ, "PYTHONPATH": str(Path(__file__).parents[2] / "gateway/src")},
@@ -353,13 +355,13 @@ def test_a_restarted_agent_keeps_token_and_mounts(machine):
         assert "listening" in line, line
         client = CLIENT.replace("192.0.2.2", "127.0.0.1")
         port = line.strip().rpartition(":")[2]
-        done = subprocess.run(
-            [*_inside(agent), sys.executable, "-c", client, port, "127.0.0.1", "/exec", ""],
+        result = subprocess.run(
+            [*_namespace_command(agent), sys.executable, "-c", client, port, "127.0.0.1", "/exec", ""],
             input=b"{}",
             capture_output=True,
             check=True,
         )
-        assert done.stdout.startswith(b"401")
+        assert result.stdout.startswith(b"401")
     finally:
         second.kill()
         second.wait()

@@ -1,4 +1,4 @@
-"""The code interpreter as its clients ``e2b_code_interpreter`` and ``cubesandbox`` see it."""
+"""The code interpreter, as the clients ``e2b_code_interpreter`` and ``cubesandbox`` use it."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 
-class Code:
-    """Runs code in an agent; each call has its own connection, unless it is ``kept``."""
+class CodeClient:
+    """Runs code in an agent. ``execute`` reuses its connection; other calls open a new one."""
 
     def __init__(self, agent):
         self.agent = agent
-        self.kept = http.client.HTTPConnection("127.0.0.1", agent.code_port, timeout=30)
+        self.persistent_connection = http.client.HTTPConnection("127.0.0.1", agent.code_port, timeout=30)
 
     def request(self, method, path, body=None, headers=None, connection=None):
         connection = connection or http.client.HTTPConnection("127.0.0.1", self.agent.code_port, timeout=30)
@@ -39,8 +39,8 @@ class Code:
         connection.request(method, path, data, {"Content-Type": "application/json", **(headers or {})})
         return connection.getresponse()
 
-    def lines(self, code, **fields):
-        response = self.request("POST", "/execute", {"code": code, **fields}, connection=self.kept)
+    def execute(self, code, **fields):
+        response = self.request("POST", "/execute", {"code": code, **fields}, connection=self.persistent_connection)
         data = response.read()
         assert response.status == 200, data
         return data.decode().splitlines()
@@ -48,7 +48,7 @@ class Code:
     def run(self, code, **fields):
         """Run the code and parse the result as both clients do."""
         execution, other = Execution(), CubeExecution()
-        for line in self.lines(textwrap.dedent(code), **fields):
+        for line in self.execute(textwrap.dedent(code), **fields):
             parse_output(execution, line)
             _parse_line(other, line)
         assert [result.text for result in other.results] == [result.text for result in execution.results]
@@ -57,52 +57,52 @@ class Code:
         assert other.execution_count == execution.execution_count
         return execution
 
-    def output_of(self, code, **fields):
+    def run_for_output(self, code, **fields):
         execution = self.run(code, **fields)
         assert execution.error is None, execution.error
         return "".join(execution.logs.stdout)
 
     def events(self, code, **fields):
-        """The events except for the execution count: (type, text or name)."""
-        found = [json.loads(line) for line in self.lines(textwrap.dedent(code), **fields)]
-        return [(event["type"], event.get("text", event.get("name"))) for event in found[1:]]
+        """Run the code. Returns its events, except for the execution count, as (type, text or name)."""
+        events = [json.loads(line) for line in self.execute(textwrap.dedent(code), **fields)]
+        return [(event["type"], event.get("text", event.get("name"))) for event in events[1:]]
 
     def create_context(self, **fields):
         response = self.request("POST", "/contexts", fields)
-        answer = json.loads(response.read())
-        assert response.status == 200, answer
-        return answer
+        context = json.loads(response.read())
+        assert response.status == 200, context
+        return context
 
     def list_contexts(self):
         return json.loads(self.request("GET", "/contexts").read())
 
-    def request_refused(self, method, path, body=None):
+    def request_error(self, method, path, body=None):
         response = self.request(method, path, body)
         return response.status, json.loads(response.read())["message"]
 
 
 @pytest.fixture(scope="module")
-def code(unmanaged, running):
+def code(unmanaged_command, running):
     # The agent's "python3" is the Python that runs it.
-    path = f"{Path(unmanaged[0]).parent}:{os.environ['PATH']}"
-    with running(unmanaged, env={"PATH": path}) as agent:
-        yield Code(agent)
+    path = f"{Path(unmanaged_command[0]).parent}:{os.environ['PATH']}"
+    with running(unmanaged_command, env={"PATH": path}) as agent:
+        yield CodeClient(agent)
 
 
 def kernel_pids(code):
-    """The processes that the agent started."""
-    found = []
+    """Return the ids of the agent's child processes."""
+    pids = []
     for stat in Path("/proc").glob("[0-9]*/stat"):
         with contextlib.suppress(OSError):
             if stat.read_text().rpartition(")")[2].split()[1] == str(code.agent.process.pid):
-                found.append(stat.parent.name)
-    return found
+                pids.append(stat.parent.name)
+    return pids
 
 
 # -- results ---------------------------------------------------------------------------------------------------------
 
 
-def test_state_and_the_last_value_are_kept(code):
+def test_cells_share_state_and_return_the_last_value(code):
     assert code.run("x = 1").text is None
     first = code.run("x += 1\nx + 40")
     assert (first.text, [result.is_main_result for result in first.results]) == ("42", [True])
@@ -133,20 +133,20 @@ def test_prints_and_results_stay_in_order(code):
 
 def test_output_is_streamed(code):
     response = code.request("POST", "/execute", {"code": "import time\nprint(1)\ntime.sleep(30)", "timeout": 20})
-    seen = [json.loads(response.readline()) for _ in range(2)]
-    assert [event["type"] for event in seen] == ["number_of_executions", "stdout"]
-    assert abs(seen[1]["timestamp"] - time.time_ns()) < 10e9
+    events = [json.loads(response.readline()) for _ in range(2)]
+    assert [event["type"] for event in events] == ["number_of_executions", "stdout"]
+    assert abs(events[1]["timestamp"] - time.time_ns()) < 10e9
     response.close()
 
 
-def test_the_answer_begins_before_any_output(code):
-    started = time.monotonic()
+def test_the_response_begins_before_any_output(code):
+    start_time = time.monotonic()
     response = code.request("POST", "/execute", {"code": "import time\ntime.sleep(1)\n1"})
-    assert time.monotonic() - started < 0.95
+    assert time.monotonic() - start_time < 0.95
     assert b'"text":"1"' in response.read()
 
 
-def test_rich_results(code):
+def test_rich_results_have_all_formats(code):
     execution = code.run("""
         class Rich:
             def __repr__(self): return "plain"
@@ -204,16 +204,16 @@ def test_a_failing_rich_representation_falls_back_to_text(code):
 
 
 def test_figures_are_shown_at_the_end_of_the_cell(code, tmp_path):
-    folder = tmp_path / "matplotlib"
-    folder.mkdir()
-    (folder / "__init__.py").touch()
-    (folder / "figure.py").write_text(
+    package = tmp_path / "matplotlib"
+    package.mkdir()
+    (package / "__init__.py").touch()
+    (package / "figure.py").write_text(
         "class Figure:\n"
         "    def __init__(self, n): self.n = n\n"
         "    def __repr__(self): return f'<Figure {self.n}>'\n"
         "    def savefig(self, file, format, bbox_inches): file.write(b'%s %d' % (format.encode(), self.n))\n"
     )
-    (folder / "pyplot.py").write_text(
+    (package / "pyplot.py").write_text(
         "import os\nfrom matplotlib.figure import Figure\nassert os.environ['MPLBACKEND']\nopened = {}\n"
         "def figure(n): return opened.setdefault(n, Figure(n))\n"
         "def get_fignums(): return list(opened)\n"
@@ -223,7 +223,7 @@ def test_figures_are_shown_at_the_end_of_the_cell(code, tmp_path):
         "    warnings.warn('FigureCanvasAgg is non-interactive, and thus cannot be shown')\n"
     )
     context = code.create_context()["id"]
-    shown = code.run(
+    execution = code.run(
         f"""
         import sys
         sys.path.insert(0, {str(tmp_path)!r})
@@ -235,18 +235,18 @@ def test_figures_are_shown_at_the_end_of_the_cell(code, tmp_path):
         """,
         context_id=context,
     )
-    assert shown.error is None and shown.logs.stderr == []
-    assert [(result.text, base64.b64decode(result.png)) for result in shown.results] == [
+    assert execution.error is None and execution.logs.stderr == []
+    assert [(result.text, base64.b64decode(result.png)) for result in execution.results] == [
         ("<Figure 1>", b"png 1"), ("<Figure 2>", b"png 2")
     ]  # fmt: skip
-    again = code.run("plt.figure(3)", context_id=context)
-    assert [(result.text, result.is_main_result) for result in again.results] == [("<Figure 3>", True)]
+    later = code.run("plt.figure(3)", context_id=context)
+    assert [(result.text, result.is_main_result) for result in later.results] == [("<Figure 3>", True)]
     assert code.run("plt.get_fignums()", context_id=context).text == "[]"
     failed = code.run("plt.figure(4)\n1/0", context_id=context)
     assert failed.error.name == "ZeroDivisionError" and len(failed.results) == 1
 
 
-def test_top_level_await(code):
+def test_await_works_at_the_top_level(code):
     assert code.run("""
         import asyncio
         async def f(x):
@@ -264,16 +264,16 @@ def test_top_level_await(code):
 
 def test_future_imports_apply_to_user_code_only(code):
     context = code.create_context()["id"]
-    ask = "def f(x: undefined): ..."
-    assert code.run(ask, context_id=context).error.name == "NameError" or sys.version_info >= (3, 14)
+    source = "def f(x: undefined): ..."
+    assert code.run(source, context_id=context).error.name == "NameError" or sys.version_info >= (3, 14)
     code.run("from __future__ import annotations", context_id=context)
-    assert code.run(ask + "\nf.__annotations__", context_id=context).text == "{'x': 'undefined'}"
+    assert code.run(source + "\nf.__annotations__", context_id=context).text == "{'x': 'undefined'}"
 
 
 @settings(max_examples=25, deadline=None)
 @given(text=st.text(), error=st.text())
 def test_any_text_arrives_unchanged(code, text, error):
-    """The two clients split lines differently, and the pipe splits the text at any byte."""
+    """The clients split lines in different ways, and the pipe may split the text at any byte."""
     execution = code.run(
         f"import sys\nsys.stdout.write({text!a})\nsys.stderr.write({error!a})\nraise OSError({text!a})"
     )
@@ -283,7 +283,7 @@ def test_any_text_arrives_unchanged(code, text, error):
 
 def test_multibyte_characters_are_not_split(code):
     assert (
-        code.output_of("""
+        code.run_for_output("""
         import os, time
         for byte in "€𝄞".encode():
             os.write(1, bytes([byte]))
@@ -323,18 +323,18 @@ def test_sys_exit_is_an_error_and_the_kernel_survives(code):
 
 
 @pytest.mark.parametrize(
-    ("ending", "how"),
+    ("ending", "description"),
     [
         ("os._exit(7)", "with exit code 7"),
         ("os.kill(os.getpid(), 11)", "SIGSEGV"),
         ("os.closerange(3, 100); time.sleep(60)", "SIGKILL"),
     ],
 )
-def test_a_dead_kernel_is_reported_and_replaced(code, ending, how):
+def test_a_dead_kernel_is_reported_and_replaced(code, ending, description):
     code.run("gone = 1")
     execution = code.run(f"import os, time\nprint('last words')\n{ending}")
     assert execution.logs.stdout == ["last words\n"]
-    assert execution.error.name == "KernelDied" and how in execution.error.value
+    assert execution.error.name == "KernelDied" and description in execution.error.value
     fresh = code.run("'gone' in globals()")
     assert (fresh.text, fresh.execution_count) == ("False", 1)
 
@@ -346,11 +346,11 @@ def test_a_kernel_that_died_between_cells_is_reported(code, eventually):
     assert code.run("1").text == "1"
 
 
-def test_a_deleted_working_directory(code, tmp_path):
+def test_a_deleted_working_directory_is_reported(code, tmp_path):
     (tmp_path / "d").mkdir()
     context = code.create_context(cwd=str(tmp_path / "d"))
     (tmp_path / "d").rmdir()
-    status, message = code.request_refused("POST", "/execute", {"code": "1", "context_id": context["id"]})
+    status, message = code.request_error("POST", "/execute", {"code": "1", "context_id": context["id"]})
     assert status == 400 and str(tmp_path / "d") in message
 
 
@@ -358,50 +358,50 @@ def test_a_deleted_working_directory(code, tmp_path):
 
 
 def test_variables_for_a_single_execution(code):
-    ask = "import os; [os.environ.get(n) for n in ('ONE', 'HOME')], os.popen('echo $ONE').read()"
+    source = "import os; [os.environ.get(n) for n in ('ONE', 'HOME')], os.popen('echo $ONE').read()"
     home = code.run("import os; os.environ['HOME']").text
-    assert code.run(ask, env_vars={"ONE": "ü", "HOME": "/h"}).text == "(['ü', '/h'], 'ü\\n')"
-    assert code.run(ask).text == f"([None, {home}], '\\n')"
-    assert code.run("1/0", env_vars={"ONE": "1"}).error and code.run(ask).text == f"([None, {home}], '\\n')"
-    assert code.request_refused("POST", "/execute", {"code": "1", "env_vars": {"a": 1}})[0] == 400
+    assert code.run(source, env_vars={"ONE": "ü", "HOME": "/h"}).text == "(['ü', '/h'], 'ü\\n')"
+    assert code.run(source).text == f"([None, {home}], '\\n')"
+    assert code.run("1/0", env_vars={"ONE": "1"}).error and code.run(source).text == f"([None, {home}], '\\n')"
+    assert code.request_error("POST", "/execute", {"code": "1", "env_vars": {"a": 1}})[0] == 400
 
 
 def test_sandbox_variables_are_read_at_each_execution(code):
     set_env = lambda env: code.agent.post_ok("/identity", {"env": env})  # noqa: E731
-    ask = "import os; [os.environ.get(n) for n in 'AB']"
+    source = "import os; [os.environ.get(n) for n in 'AB']"
     context = code.create_context(language="bash")["id"]
     try:
         set_env({"A": "1", "B": "2"})
-        assert code.run(ask).text == "['1', '2']"
-        assert code.output_of("echo $A$B", context_id=context) == "12\n"
+        assert code.run(source).text == "['1', '2']"
+        assert code.run_for_output("echo $A$B", context_id=context) == "12\n"
         set_env({"A": "it's"})
-        assert code.run(ask).text == '["it\'s", None]'
-        assert code.output_of("echo $A$B; sh -c 'echo $A'", context_id=context) == "it's\nit's\n"
+        assert code.run(source).text == '["it\'s", None]'
+        assert code.run_for_output("echo $A$B; sh -c 'echo $A'", context_id=context) == "it's\nit's\n"
     finally:
         set_env({})
-    assert code.run(ask).text == "[None, None]"
+    assert code.run(source).text == "[None, None]"
 
 
-def test_contexts(code, tmp_path):
-    made = code.create_context(cwd=str(tmp_path))
-    assert made == {"id": made["id"], "language": "python", "cwd": str(tmp_path)}
-    assert code.run("import os; os.getcwd()", context_id=made["id"]).text == repr(str(tmp_path))
-    assert code.run("os.chdir('/'); its_own = 1", context_id=made["id"]).error is None
+def test_contexts_are_created_restarted_and_removed(code, tmp_path):
+    created = code.create_context(cwd=str(tmp_path))
+    assert created == {"id": created["id"], "language": "python", "cwd": str(tmp_path)}
+    assert code.run("import os; os.getcwd()", context_id=created["id"]).text == repr(str(tmp_path))
+    assert code.run("os.chdir('/'); its_own = 1", context_id=created["id"]).error is None
     assert code.run("'its_own' in globals()").text == "False"
-    assert made in code.list_contexts()
-    assert code.request("POST", f"/contexts/{made['id']}/restart").status == 200
-    again = code.run("import os; os.getcwd(), 'its_own' in globals()", context_id=made["id"])
-    assert again.text == f"({str(tmp_path)!r}, False)"
+    assert created in code.list_contexts()
+    assert code.request("POST", f"/contexts/{created['id']}/restart").status == 200
+    later = code.run("import os; os.getcwd(), 'its_own' in globals()", context_id=created["id"])
+    assert later.text == f"({str(tmp_path)!r}, False)"
     before = set(kernel_pids(code))
-    assert code.request("DELETE", f"/contexts/{made['id']}").status == 204
-    assert made not in code.list_contexts() and len(before - set(kernel_pids(code))) == 1
+    assert code.request("DELETE", f"/contexts/{created['id']}").status == 204
+    assert created not in code.list_contexts() and len(before - set(kernel_pids(code))) == 1
     for method, path in (("DELETE", ""), ("POST", "/restart"), ("POST", "/start")):
-        status, message = code.request_refused(method, f"/contexts/{made['id']}{path}")
-        assert status == 404 and f"context {made['id']} not found" in message
-    assert code.request_refused("POST", "/execute", {"code": "1", "context_id": made["id"]})[0] == 404
+        status, message = code.request_error(method, f"/contexts/{created['id']}{path}")
+        assert status == 404 and f"context {created['id']} not found" in message
+    assert code.request_error("POST", "/execute", {"code": "1", "context_id": created["id"]})[0] == 404
 
 
-def test_the_default_context(code):
+def test_the_default_context_is_created_on_demand(code):
     code.run("1")
     default = next(context for context in code.list_contexts() if context["id"] == "default")
     home = "/home/user" if Path("/home/user").is_dir() else str(Path.home())
@@ -415,44 +415,44 @@ def test_invalid_requests_are_refused(code):
     for body, sentence in (
         ({"code": "1", "language": "r"}, "the language 'r' is not available: use python or bash"),
         ({"code": "1", "context_id": "default", "language": "bash"}, "the context default runs python, not bash"),
-        ({}, "code must be a string"),
+        ({}, "the field code must be a string"),
         ({"code": "\0"}, "NUL"),
         ({"code": "1", "timeout": -1}, "timeout must be a number"),
-        ({"code": "1", "language": "bash", "env_vars": {"a-b": "1"}}, "'a-b' is not a name"),
+        ({"code": "1", "language": "bash", "env_vars": {"a-b": "1"}}, "'a-b' is not a valid name"),
     ):
-        status, message = code.request_refused("POST", "/execute", body)
+        status, message = code.request_error("POST", "/execute", body)
         assert status == 400 and sentence in message
-    assert code.request_refused("POST", "/contexts", {"cwd": "/no/such"}) == (
-        400, "the working directory /no/such does not exist"
+    assert code.request_error("POST", "/contexts", {"cwd": "/no/such"}) == (
+        400, "the working directory /no/such does not exist: create it first"
     )  # fmt: skip
-    assert code.request_refused("POST", "/contexts", {"language": "r"})[0] == 400
-    assert code.request_refused("GET", "/execute")[0] == 405
-    assert code.request_refused("POST", "/contexts/")[0] == code.request_refused("POST", "/contexts/a/b/c")[0] == 404
+    assert code.request_error("POST", "/contexts", {"language": "r"})[0] == 400
+    assert code.request_error("GET", "/execute")[0] == 405
+    assert code.request_error("POST", "/contexts/")[0] == code.request_error("POST", "/contexts/a/b/c")[0] == 404
 
 
 def test_the_number_of_contexts_is_limited(fresh_agent):
-    code = Code(fresh_agent)
+    code = CodeClient(fresh_agent)
     for _ in range(64):
         code.create_context()
-    status, message = code.request_refused("POST", "/contexts", {})
+    status, message = code.request_error("POST", "/contexts", {})
     assert status == 429 and "remove one first" in message
 
 
 def test_the_token_is_required(fresh_agent):
-    code = Code(fresh_agent)
+    code = CodeClient(fresh_agent)
     assert code.request("GET", "/health").status == 200
     fresh_agent.post_ok("/identity", {"accessToken": "secret"})
     for method, path in (("POST", "/execute"), ("GET", "/contexts"), ("POST", "/contexts/default/restart")):
         assert code.request(method, path, {"code": "1"}).status == 401
     assert code.request("GET", "/health").status == 200
-    made_of_it = hashlib.sha256(b"code secret").hexdigest()
-    for token in ("secret", made_of_it):
+    code_token = hashlib.sha256(b"code secret").hexdigest()
+    for token in ("secret", code_token):
         assert code.request("POST", "/execute", {"code": "1"}, {"X-Access-Token": token}).status == 200
-    assert fresh_agent.request("POST", "/eval", '{"code": "1"}', {"X-Access-Token": made_of_it})[0] == 401
+    assert fresh_agent.request("POST", "/eval", '{"code": "1"}', {"X-Access-Token": code_token})[0] == 401
     assert fresh_agent.request("POST", "/eval", '{"code": "1"}')[0] == 401
 
 
-def test_eval(code):
+def test_eval_returns_the_value_or_the_error(code):
     def evaluate(text, **fields):
         return code.agent.post_ok("/eval", {"code": text, **fields})
 
@@ -460,12 +460,12 @@ def test_eval(code):
     assert evaluate("y = 7; print(y)") == {"result": "None", "error": "", "exit_code": 0}
     assert code.run("y").text == "7"
     assert evaluate("1/0") == {"result": "", "error": "ZeroDivisionError: division by zero", "exit_code": 1}
-    late = evaluate("import time; time.sleep(30)", timeout=0.1)
-    assert late == {"result": "", "error": "TimeoutError: the code ran longer than 0.1 s", "exit_code": 1}
+    timed_out = evaluate("import time; time.sleep(30)", timeout=0.1)
+    assert timed_out == {"result": "", "error": "TimeoutError: the code ran longer than 0.1 s", "exit_code": 1}
     assert code.agent.post("/eval", {})[0] == 400
 
 
-# -- a busy context --------------------------------------------------------------------------------------------------
+# -- queued cells --------------------------------------------------------------------------------------------------
 
 
 def test_contexts_run_in_parallel_and_their_cells_in_order(code, tmp_path):
@@ -478,13 +478,13 @@ def test_contexts_run_in_parallel_and_their_cells_in_order(code, tmp_path):
         pass
     answers = {}
 
-    def ask(number):
+    def run_cell(number):
         response = code.request("POST", "/execute", {"code": f"n = n * 10 + {number}\nn"})
         answers[number] = json.loads(response.read().splitlines()[-1])["text"]
 
     threads = []
     for number in (2, 3, 4):
-        threads.append(threading.Thread(target=ask, args=(number,)))
+        threads.append(threading.Thread(target=run_cell, args=(number,)))
         threads[-1].start()
         time.sleep(0.1)
     assert code.run("'other'", context_id=other).text == "'other'"
@@ -525,24 +525,26 @@ def test_a_restart_ends_the_running_code(code):
 # -- interrupts ------------------------------------------------------------------------------------------------------
 
 
-def test_a_time_limit_interrupts(code):
+def test_a_time_limit_interrupts_the_code(code):
     code.run("import asyncio, os, time; kept = 1; await asyncio.sleep(0)")
     error = code.run("print('a')\ntime.sleep(60)", timeout=0.2).error
     assert (error.name, error.value) == ("TimeoutError", "the code ran longer than 0.2 s")
     assert "time.sleep(60)" in error.traceback and "kernel.py" not in error.traceback
-    for busy in (
+    for statement in (
         "try: time.sleep(60)\nexcept KeyboardInterrupt: print('caught')",
         "os.system('sleep 60')",
         "await asyncio.sleep(60)",
     ):
-        assert code.run(busy, timeout=0.2).error.name == "TimeoutError"
+        assert code.run(statement, timeout=0.2).error.name == "TimeoutError"
     assert code.run("await asyncio.sleep(0, kept)").text == "1"
 
 
-@pytest.mark.parametrize("busy", ["time.sleep(60)", "while True: print('x' * 1000)", "while True: display('x' * 1000)"])
-def test_a_disconnect_interrupts_the_code(code, busy):
+@pytest.mark.parametrize(
+    "statement", ["time.sleep(60)", "while True: print('x' * 1000)", "while True: display('x' * 1000)"]
+)
+def test_a_disconnect_interrupts_the_code(code, statement):
     code.run("import time; ended = ''")
-    text = f"try:\n    print('on')\n    {busy}\nexcept BaseException as error:\n    ended = type(error).__name__"
+    text = f"try:\n    print('on')\n    {statement}\nexcept BaseException as error:\n    ended = type(error).__name__"
     response = code.request("POST", "/execute", {"code": text})
     while b"on" not in response.readline():
         pass
@@ -551,7 +553,7 @@ def test_a_disconnect_interrupts_the_code(code, busy):
 
 
 def test_an_interrupt_hits_only_user_code(code):
-    """Whenever the interrupt arrives, kernel and agent stay in step."""
+    """The kernel and the agent stay in step, whenever the interrupt arrives."""
     code.run("import time; kept = 0")
     for step in range(30):
         code.run("kept += 1; time.sleep(0.002); display(kept)", timeout=0.0005 + step * 0.0002)
@@ -559,22 +561,22 @@ def test_an_interrupt_hits_only_user_code(code):
     assert int(code.run("kept").text) > 0
 
 
-# -- much output, and output between cells ---------------------------------------------------------------------------
+# -- large output, and output between cells --------------------------------------------------------------------------
 
 
-def memory_use(code):
+def memory_mb(code):
     status = Path(f"/proc/{code.agent.process.pid}/status").read_text()
     return int(next(line for line in status.splitlines() if line.startswith("VmRSS")).split()[1]) // 1024
 
 
 def test_a_slow_client_blocks_the_code(code):
-    before = memory_use(code)
+    before = memory_mb(code)
     response = code.request("POST", "/execute", {
         "code": "import os\nfor n in range(100): os.write(1, b'x' * 100_000)\n1"
     })  # fmt: skip
     first = json.loads(response.readline())
     time.sleep(0.5)
-    assert memory_use(code) < before + 5
+    assert memory_mb(code) < before + 5
     events = [json.loads(line) for line in response.read().splitlines()]
     assert first["type"] == "number_of_executions" and events[-1]["type"] == "result"
     assert sum(len(event["text"]) for event in events[:-1]) == 10_000_000
@@ -582,13 +584,13 @@ def test_a_slow_client_blocks_the_code(code):
 
 def test_the_size_of_a_result_is_limited(code):
     assert len(code.run("'x' * (2 << 20)").text) == (2 << 20) + 2
-    too_big = code.run("'x' * (33 << 20)")
-    assert too_big.error is None and "was left out: the limit is 33554432" in too_big.text
+    oversized = code.run("'x' * (33 << 20)")
+    assert oversized.error is None and "was omitted: the limit is 33554432" in oversized.text
     assert len(code.run("raise ValueError('x' * (2 << 20))").error.value) == 1 << 20
 
 
 def test_output_between_cells_is_discarded(code):
-    """A thread and a process write more than a pipe holds, and neither blocks."""
+    """A thread and a process write more than a pipe can hold, and neither of them blocks."""
     code.run("""
         import subprocess, threading, time
         def chatter():
@@ -610,8 +612,8 @@ def test_a_late_display_from_a_thread_is_ignored(code):
     code.run("import threading\nt = threading.Timer(0.1, display, ['late'])\nt.start()")
     time.sleep(0.2)
     assert code.run("t.join(); 1").text == "1"
-    both = code.run("t = threading.Thread(target=display, args=['thread'])\nt.start()\nt.join()\n2")
-    assert [result.text for result in both.results] == ["'thread'", "2"]
+    execution = code.run("t = threading.Thread(target=display, args=['thread'])\nt.start()\nt.join()\n2")
+    assert [result.text for result in execution.results] == ["'thread'", "2"]
 
 
 def test_children_of_the_kernel_cannot_write_to_its_channel(code):
@@ -637,12 +639,12 @@ def test_children_of_the_kernel_cannot_write_to_its_channel(code):
 # -- lazy loading and memory use -------------------------------------------------------------------------------------
 
 
-def test_modules_are_loaded_on_demand(unmanaged, running):
-    with running(unmanaged) as agent:
+def test_modules_are_loaded_on_demand(unmanaged_command, running):
+    with running(unmanaged_command) as agent:
         agent.request("GET", "/health")
-        maps = Path(f"/proc/{agent.process.pid}/task").iterdir()
-        assert len(list(maps)) <= 3  # The two listeners, and the thread that answered.
-        code = Code(agent)
+        threads = Path(f"/proc/{agent.process.pid}/task").iterdir()
+        assert len(list(threads)) <= 3  # the two listeners and the thread of the request
+        code = CodeClient(agent)
         assert kernel_pids(code) == [] and code.list_contexts() == []
         assert agent.post("/contexts/default/start")[1]["id"] == "default"
         assert len(kernel_pids(code)) == 1
@@ -657,16 +659,16 @@ def test_files_in_the_working_directory_do_not_shadow_installed_modules(code, tm
     assert code.run("import own; own.value", context_id=context).text == "7"
 
 
-def test_the_kernel_imports_few_modules(code, unmanaged):
+def test_the_kernel_imports_few_modules(code, unmanaged_command):
     context = code.create_context()["id"]
     names = code.run("sorted(name for name in globals() if not name.startswith('__'))", context_id=context).text
     assert names == "[]"
-    found = code.run("import sys\nsys.path[0], sys.path[-1], sys.argv, __name__", context_id=context)
-    first, last, *rest = ast.literal_eval(found.text)
+    execution = code.run("import sys\nsys.path[0], sys.path[-1], sys.argv, __name__", context_id=context)
+    first, last, *rest = ast.literal_eval(execution.text)
     assert first and not last and rest == [[""], "__main__"]
-    # Python's own site packages may import anything.
+    # Python's own site packages may import any module.
     plain = subprocess.check_output(
-        [unmanaged[0], "-c", "import sys; print('random' in sys.modules)"], text=True
+        [unmanaged_command[0], "-c", "import sys; print('random' in sys.modules)"], text=True
     ).strip()
     code.run("await __import__('asyncio').sleep(0)", context_id=context)
     assert code.run("'random' in sys.modules", context_id=context).text == plain

@@ -1,4 +1,4 @@
-"""The code interpreter's other language, its real client, and malicious kernels."""
+"""The shell of the code interpreter, its published client, and malicious kernels."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def say(letter, content, size=None):
 """
 
 
-class Code:
+class CodeClient:
     def __init__(self, agent):
         self.agent = agent
 
@@ -57,21 +57,21 @@ class Code:
 
 
 @pytest.fixture(scope="module")
-def code(unmanaged, running):
-    with running(unmanaged, env={"PATH": f"{Path(unmanaged[0]).parent}:{os.environ['PATH']}"}) as agent:
-        yield Code(agent)
+def code(unmanaged_command, running):
+    with running(unmanaged_command, env={"PATH": f"{Path(unmanaged_command[0]).parent}:{os.environ['PATH']}"}) as agent:
+        yield CodeClient(agent)
 
 
 @pytest.fixture(scope="module", params=["bash", "sh"])
-def shells(request, unmanaged, running, tmp_path_factory):
-    """One shell with bash, and one with only sh."""
+def shells(request, unmanaged_command, running, tmp_path_factory):
+    """An agent whose PATH contains bash, and one with only sh."""
     if request.param == "bash" and not shutil.which("bash"):
         pytest.fail("the tests need bash")
     path = tmp_path_factory.mktemp(request.param)
     for name in (request.param, "sh", "sleep", "cat", "env", "head", "printf"):
         (path / name).exists() or (path / name).symlink_to(shutil.which(name))
-    with running(unmanaged, env={"PATH": str(path)}) as agent:
-        yield Code(agent)
+    with running(unmanaged_command, env={"PATH": str(path)}) as agent:
+        yield CodeClient(agent)
 
 
 # -- the shell -------------------------------------------------------------------------------------------------------
@@ -86,7 +86,7 @@ def test_the_shell_keeps_state_between_cells(shells):
     assert shells.run_shell("echo é\ud800") == ("é?\n", None)
 
 
-def test_exit_statuses_of_the_shell(shells):
+def test_a_nonzero_exit_status_is_an_error(shells):
     assert shells.run_shell("echo 1; false") == ("1\n", "exit code 1")
     assert shells.run_shell("(exit 77)") == ("", "exit code 77")
     assert shells.run_shell("echo $?")[1] is None
@@ -112,29 +112,29 @@ def test_shell_variables_for_a_single_execution(shells):
 
 def test_an_interrupted_shell_survives(shells):
     shells.run_shell("kept=1; f() { while true; do sleep 0.05; echo x; done; }")
-    for busy in ("sleep 60", "f", "while :; do :; done", "sleep 60; echo after"):
-        execution = shells.run(busy, "bash", timeout=0.2)
+    for command in ("sleep 60", "f", "while :; do :; done", "sleep 60; echo after"):
+        execution = shells.run(command, "bash", timeout=0.2)
         assert execution.error.name == "TimeoutError" and "after\n" not in execution.logs.stdout
     assert shells.run_shell("echo $kept") == ("1\n", None)
 
 
-def test_exit_ends_the_shell(shells):
+def test_exit_ends_the_shell_and_the_next_cell_starts_another(shells):
     execution = shells.run("gone=1; echo last; exit 4", "bash")
     assert execution.logs.stdout == ["last\n"]
     assert (execution.error.name, "with exit code 4" in execution.error.value) == ("KernelDied", True)
     assert shells.run_shell("echo ${gone-fresh}") == ("fresh\n", None)
 
 
-def test_shell_tracing_hides_our_own_commands(shells):
+def test_shell_tracing_hides_the_agents_commands(shells):
     execution = shells.run("set -x; echo 1", "bash", env_vars={"A": "1"})
     assert "".join(execution.logs.stderr).strip().lstrip("+") == " echo 1"
     shells.run("set +x", "bash")
 
 
 def test_background_jobs_keep_running(shells):
-    started = time.monotonic()
+    start_time = time.monotonic()
     assert shells.run_shell("(sleep 0.2; echo late) & echo now")[0] == "now\n"
-    assert time.monotonic() - started < 0.2
+    assert time.monotonic() - start_time < 0.2
     time.sleep(0.4)
     assert shells.run_shell("echo then")[0] == "then\n"
 
@@ -143,8 +143,8 @@ def test_background_jobs_keep_running(shells):
 def test_an_early_interrupt_is_not_lost(code, language):
     """The kernel has not read the code yet, for example because the sandbox is busy."""
     python = language == "python"
-    asked = code.run("import os; kept = 1; print(os.getpid())" if python else "kept=1; echo $$", language)
-    pid = int(asked.logs.stdout[0])
+    execution = code.run("import os; kept = 1; print(os.getpid())" if python else "kept=1; echo $$", language)
+    pid = int(execution.logs.stdout[0])
     os.kill(pid, signal.SIGSTOP)
     threading.Timer(0.5, os.kill, [pid, signal.SIGCONT]).start()
     error = code.run("while True: pass" if python else "while :; do :; done", language, timeout=0.2).error
@@ -162,7 +162,7 @@ def test_an_interrupt_between_cells_is_ignored(code):
 # -- the client ------------------------------------------------------------------------------------------------------
 
 
-def test_the_published_client(code, tmp_path):
+def test_the_published_client_works(code, tmp_path):
     from e2b.connection_config import ConnectionConfig
     from packaging.version import Version
 
@@ -174,12 +174,12 @@ def test_the_published_client(code, tmp_path):
         envd_access_token=None,
         connection_config=ConnectionConfig(debug=True, sandbox_url=url, api_key="key"),
     )
-    seen = []
-    execution = sandbox.run_code("print(1)\n2", on_stdout=seen.append, envs={"A": "1"})
-    assert execution.text == "2" and [message.line for message in seen] == ["1\n"]
+    messages = []
+    execution = sandbox.run_code("print(1)\n2", on_stdout=messages.append, envs={"A": "1"})
+    assert execution.text == "2" and [message.line for message in messages] == ["1\n"]
     context = sandbox.create_code_context(cwd=str(tmp_path), language="python")
     assert sandbox.run_code("import os; os.getcwd()", context=context).text == repr(str(tmp_path))
-    assert context.id in [found.id for found in sandbox.list_code_contexts()]
+    assert context.id in [listed.id for listed in sandbox.list_code_contexts()]
     sandbox.restart_code_context(context)
     assert sandbox.run_code("os", context=context).error.name == "NameError"
     sandbox.remove_code_context(context.id)
@@ -209,14 +209,14 @@ def test_the_published_client(code, tmp_path):
         'while True: say(b\'S\', b\'{"type":"result","text":"x","is_main_result":true}\')',
     ],
 )
-def test_a_kernel_that_writes_to_its_channel_is_ended(code, attack):
+def test_a_kernel_is_killed_if_its_code_writes_to_the_channel(code, attack):
     error = code.run(f"{CHANNEL}\n{attack}\ntime.sleep(0.3)", timeout=20).error
     assert error.name == "KernelDied" and "wrote to its channel" in error.value
     assert code.run("1").execution_count == 1
     assert code.agent.process.poll() is None
 
 
-def test_a_forged_end_marker_affects_one_cell_only(code):
+def test_a_forged_end_affects_only_its_own_kernel(code):
     code.agent.post("/contexts/default/start")
     count = code.run("1").execution_count
     forged = code.run(f"{CHANNEL}\nsay(b'D', b'%d' % {count + 1})\ntime.sleep(0.3)\n'late'")
@@ -226,27 +226,27 @@ def test_a_forged_end_marker_affects_one_cell_only(code):
     assert code.agent.post("/contexts/default/start")[0] == 200
 
 
-def test_a_stopped_kernel_is_killed_at_the_time_limit(code):
-    """The same holds for a kernel that ignores interrupts."""
+def test_a_kernel_that_ignores_the_interrupt_is_killed(code):
+    """A stopped kernel does not react to the interrupt, so it is killed."""
     error = code.run("import os, signal\nos.kill(os.getpid(), signal.SIGSTOP)", timeout=0.1).error
     assert error.name == "TimeoutError" and "its kernel was killed" in error.value
     assert code.run("1").execution_count == 1
 
 
-def test_a_python_that_does_not_start_is_reported(unmanaged, running, tmp_path):
+def test_a_python_that_does_not_start_is_reported(unmanaged_command, running, tmp_path):
     (tmp_path / "python3").write_text("#!/bin/sh\necho no such luck >&2\nexit 9\n")
     (tmp_path / "python3").chmod(0o755)
-    with running(unmanaged, env={"PATH": str(tmp_path)}) as agent:
-        execution = Code(agent).run("1")
+    with running(unmanaged_command, env={"PATH": str(tmp_path)}) as agent:
+        execution = CodeClient(agent).run("1")
         assert execution.logs.stderr == ["no such luck\n"] and "exit code 9" in execution.error.value
-        status, answer = agent.post("/contexts/default/start")
-        assert status == 503 and "exit code 9" in answer["message"]
+        status, response = agent.post("/contexts/default/start")
+        assert status == 503 and "exit code 9" in response["message"]
         (tmp_path / "python3").unlink()
-        assert Code(agent).run("__import__('sys').executable").error is None
+        assert CodeClient(agent).run("__import__('sys').executable").error is None
 
 
-def test_the_agent_runs_without_a_port_that_is_taken(unmanaged, running, agent):
-    with running([*unmanaged, "--code-port", str(agent.code_port)]) as other:
+def test_the_agent_starts_if_the_code_port_is_in_use(unmanaged_command, running, agent):
+    with running([*unmanaged_command, "--code-port", str(agent.code_port)]) as other:
         assert other.code_port == 0
         assert other.request("GET", "/health")[0] == 204
 
@@ -255,13 +255,13 @@ def test_the_agent_runs_without_a_port_that_is_taken(unmanaged, running, agent):
 def test_split_frames_are_joined(frames, cuts):
     data = b"".join(HEAD.pack(kind.encode(), len(content)) + content for kind, content in frames)
     data += HEAD.pack(b"D", 1) + b"6" + HEAD.pack(b"D", 1) + b"7"
-    python, heard, start = Python(), [], 0
+    python, parsed, start = Python(), [], 0
     python.encode_cell(Cell("", {}), 7)
     for end in [*sorted(cuts), len(data)]:
-        heard += python.parse(data[start:end])
+        parsed += python.parse(data[start:end])
         start = max(start, end)
     kinds = {"E": "event", "S": "sync"}
-    assert heard == [*[(kinds[kind], content) for kind, content in frames], ("done", b"0")]
+    assert parsed == [*[(kinds[kind], content) for kind, content in frames], ("done", b"0")]
 
 
 @given(data=st.lists(st.binary(max_size=30)))

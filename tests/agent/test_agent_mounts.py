@@ -1,4 +1,4 @@
-"""POST /mounts: mounts are real, in the test's own namespace; tmpfs stands in for network file systems."""
+"""POST /mounts mounts volumes. The mounts are real, in a namespace of the test; tmpfs replaces network file systems."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ print(response.read().decode())
 
 
 class Machine:
-    """A managing agent in its own namespaces."""
+    """A machine with a managing agent, which runs in new namespaces."""
 
     def __init__(self, agent: Any) -> None:
         self.pid = agent.process.pid
@@ -64,23 +64,23 @@ class Machine:
         argv = (sys.executable, "-c", CLIENT, str(port or self._port), source, path, token)
         process = self.namespace_command(*argv, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
         out, _ = process.communicate(json.dumps(body).encode(), 60)
-        status, _, answer = out.decode().partition("\n")
-        return int(status), json.loads(answer)
+        status, _, response = out.decode().partition("\n")
+        return int(status), json.loads(response)
 
-    def check_agreement(self, *wanted: dict[str, Any]) -> tuple[list[str], list[str]]:
-        status, answer = self.post("/mounts", {"mounts": list(wanted)})
-        assert status == 200, answer
-        return answer["mounted"], answer["unmounted"]
+    def request_mounts(self, *desired: dict[str, Any]) -> tuple[list[str], list[str]]:
+        status, response = self.post("/mounts", {"mounts": list(desired)})
+        assert status == 200, response
+        return response["mounted"], response["unmounted"]
 
-    def mounted(self) -> dict[str, str]:
-        """Path → options of the mounts whose source is named vol-*."""
+    def list_mounts(self) -> dict[str, str]:
+        """Return the options of each mount with a source vol-*, by path."""
         lines = (line.split() for line in Path(f"/proc/{self.pid}/mounts").read_text().splitlines())
         return {fields[1]: fields[3] for fields in lines if fields[0].startswith("vol-")}
 
 
-def volume_request(name: str, path: str = "", **changes: Any) -> dict[str, Any]:
-    one = {"path": path or f"/mnt/{name}", "source": f"vol-{name}", "type": "tmpfs", "options": "size=1m"}
-    return {**one, "readOnly": False, **changes}
+def make_mount(name: str, path: str = "", **changes: Any) -> dict[str, Any]:
+    mount = {"path": path or f"/mnt/{name}", "source": f"vol-{name}", "type": "tmpfs", "options": "size=1m"}
+    return {**mount, "readOnly": False, **changes}
 
 
 @pytest.fixture
@@ -91,70 +91,70 @@ def machine(root: None, running: Any) -> Iterator[Machine]:
         yield Machine(agent)
 
 
-def test_missing_mounts_are_added_and_others_kept(machine):
-    a, b = volume_request("a", "/mnt/deep/down/a"), volume_request("b", readOnly=True)
-    assert machine.check_agreement(a, b) == ([a["path"], b["path"]], [])
-    options = machine.mounted()
+def test_missing_mounts_are_added_and_existing_ones_kept(machine):
+    a, b = make_mount("a", "/mnt/deep/down/a"), make_mount("b", readOnly=True)
+    assert machine.request_mounts(a, b) == ([a["path"], b["path"]], [])
+    options = machine.list_mounts()
     assert {"rw", "nosuid", "nodev", "size=1024k"} <= set(options[a["path"]].split(","))
     assert {"ro", "nosuid", "nodev"} <= set(options[b["path"]].split(","))
     machine.run("echo kept > /mnt/deep/down/a/file")
-    assert machine.check_agreement(b, a) == ([], [])
+    assert machine.request_mounts(b, a) == ([], [])
     machine.run("grep -q kept /mnt/deep/down/a/file")
-    assert machine.check_agreement(a) == ([], [b["path"]])
-    assert list(machine.mounted()) == [a["path"]]
+    assert machine.request_mounts(a) == ([], [b["path"]])
+    assert list(machine.list_mounts()) == [a["path"]]
     machine.run("test -d /mnt/b")
 
 
 @pytest.mark.parametrize("change", [{"readOnly": True}, {"source": "vol-other"}, {"options": "size=2m"}])
 def test_a_mount_with_other_options_is_replaced(machine, change):
-    a = volume_request("a")
-    machine.check_agreement(a)
-    assert machine.check_agreement({**a, **change}) == ([a["path"]], [a["path"]])
-    assert len(machine.mounted()) == 1
-    assert machine.check_agreement({**a, **change}) == ([], [])
+    a = make_mount("a")
+    machine.request_mounts(a)
+    assert machine.request_mounts({**a, **change}) == ([a["path"]], [a["path"]])
+    assert len(machine.list_mounts()) == 1
+    assert machine.request_mounts({**a, **change}) == ([], [])
 
 
 def test_a_volume_in_use_can_be_unmounted(machine):
-    a, inner = volume_request("a"), volume_request("inner", "/mnt/a/inner")
-    machine.check_agreement(a, inner)
-    user = machine.namespace_command(
+    a, inner = make_mount("a"), make_mount("inner", "/mnt/a/inner")
+    machine.request_mounts(a, inner)
+    reader = machine.namespace_command(
         "sh", "-c", "cd /mnt/a/inner && echo there && exec sleep 60", stdout=subprocess.PIPE
     )
     try:
-        assert user.stdout
-        assert user.stdout.readline() == b"there\n"
-        assert machine.check_agreement() == ([], ["/mnt/a/inner", "/mnt/a"])
-        assert machine.mounted() == {}
+        assert reader.stdout
+        assert reader.stdout.readline() == b"there\n"
+        assert machine.request_mounts() == ([], ["/mnt/a/inner", "/mnt/a"])
+        assert machine.list_mounts() == {}
     finally:
-        user.kill()
-        user.wait()
+        reader.kill()
+        reader.wait()
 
 
-def test_foreign_mounts_stay_unless_they_hide_a_removed_one(machine):
+def test_foreign_mounts_are_kept_unless_they_hide_a_removed_volume(machine):
     machine.run("mkdir /mnt/mine /mnt/a; mount -t tmpfs vol-mine /mnt/mine")
-    machine.check_agreement(volume_request("a"))
+    machine.request_mounts(make_mount("a"))
     machine.run("mount -t tmpfs vol-over /mnt/a")
-    assert machine.check_agreement() == ([], ["/mnt/a"])
-    assert list(machine.mounted()) == ["/mnt/mine"]
+    assert machine.request_mounts() == ([], ["/mnt/a"])
+    assert list(machine.list_mounts()) == ["/mnt/mine"]
 
 
-def test_a_volume_unmounted_by_hand_is_mounted_again(machine):
-    machine.check_agreement(volume_request("a"))
+def test_a_manually_unmounted_volume_is_mounted_again(machine):
+    machine.request_mounts(make_mount("a"))
     machine.run("umount /mnt/a")
-    assert machine.check_agreement(volume_request("a")) == (["/mnt/a"], [])
+    assert machine.request_mounts(make_mount("a")) == (["/mnt/a"], [])
 
 
-def test_new_volumes_are_mounted_all_or_none(machine):
-    machine.check_agreement(volume_request("old"), volume_request("gone"))
-    wanted = [volume_request("old"), volume_request("new"), volume_request("bad", type="nosuchfs")]
-    status, answer = machine.post("/mounts", {"mounts": wanted})
+def test_mounting_new_volumes_is_all_or_nothing(machine):
+    machine.request_mounts(make_mount("old"), make_mount("gone"))
+    desired = [make_mount("old"), make_mount("new"), make_mount("bad", type="nosuchfs")]
+    status, response = machine.post("/mounts", {"mounts": desired})
     assert status == 400
-    assert "/mnt/bad: this machine's kernel cannot mount nosuchfs" in answer["message"]
-    assert list(machine.mounted()) == ["/mnt/old"]
-    # The agent does not remember it as its own mount either.
+    assert "/mnt/bad: this machine's kernel cannot mount nosuchfs" in response["message"]
+    assert list(machine.list_mounts()) == ["/mnt/old"]
+    # The agent also does not treat this path as its own mount.
     machine.run("mount -t tmpfs vol-new /mnt/new")
-    assert machine.check_agreement(volume_request("old")) == ([], [])
-    assert sorted(machine.mounted()) == ["/mnt/new", "/mnt/old"]
+    assert machine.request_mounts(make_mount("old")) == ([], [])
+    assert sorted(machine.list_mounts()) == ["/mnt/new", "/mnt/old"]
 
 
 def test_an_unusable_mount_point_is_reported(machine):
@@ -164,52 +164,52 @@ def test_an_unusable_mount_point_is_reported(machine):
         "/mnt/file": "cannot mount on /mnt/file: ",
         "/mnt/file/sub": "cannot mount on /mnt/file/sub: ",
     }.items():
-        status, answer = machine.post("/mounts", {"mounts": [volume_request("a", path)]})
-        assert status == 400 and reason in answer["message"], (status, answer)
-    assert machine.mounted() == {}
+        status, response = machine.post("/mounts", {"mounts": [make_mount("a", path)]})
+        assert status == 400 and reason in response["message"], (status, response)
+    assert machine.list_mounts() == {}
     machine.run("test ! -e /mnt/real/sub")
 
 
 @pytest.mark.parametrize(
-    "wanted",
+    "desired",
     [
         None,
         "/mnt/a",
         ["/mnt/a"],
-        [volume_request("a", "mnt/a")],
-        [volume_request("a", "/")],
-        [volume_request("a", "/mnt/../etc")],
-        [volume_request("a", "/mnt//a")],
-        [volume_request("a", "/mnt/a/")],
-        [volume_request("a", "/mnt/a\0b")],
-        [volume_request("a", source="")],
-        [volume_request("a", type="")],
-        [volume_request("a", options=5)],
-        [volume_request("a"), volume_request("b", "/mnt/a")],
+        [make_mount("a", "mnt/a")],
+        [make_mount("a", "/")],
+        [make_mount("a", "/mnt/../etc")],
+        [make_mount("a", "/mnt//a")],
+        [make_mount("a", "/mnt/a/")],
+        [make_mount("a", "/mnt/a\0b")],
+        [make_mount("a", source="")],
+        [make_mount("a", type="")],
+        [make_mount("a", options=5)],
+        [make_mount("a"), make_mount("b", "/mnt/a")],
     ],
 )
-def test_an_invalid_request_changes_nothing(wanted):
-    with pytest.raises(mounts.Failure) as refused:
-        mounts._check({"mounts": wanted})
-    assert refused.value.status == 400
+def test_an_invalid_request_changes_nothing(desired):
+    with pytest.raises(mounts.Failure) as error:
+        mounts._parse_mounts({"mounts": desired})
+    assert error.value.status == 400
 
 
 def test_only_the_gateway_or_the_token_can_mount(machine):
-    a = {"mounts": [volume_request("a")]}
-    assert machine.post("/mounts", a, source=OTHER)[0] == 403, "no token was given out: only the gateway, then"
-    assert machine.mounted() == {}
+    a = {"mounts": [make_mount("a")]}
+    assert machine.post("/mounts", a, source=OTHER)[0] == 403, "without a token, only the gateway may mount"
+    assert machine.list_mounts() == {}
     assert machine.post("/identity", {"accessToken": "s3cret"})[0] == 200
     assert machine.post("/mounts", a, source=OTHER)[0] == 401
     assert machine.post("/mounts", a, source=OTHER, token="wrong")[0] == 401
-    assert machine.mounted() == {}
+    assert machine.list_mounts() == {}
     assert machine.post("/mounts", a, source=OTHER, token="s3cret")[0] == 200
     assert machine.post("/mounts", {"mounts": []})[0] == 200
-    assert machine.mounted() == {}
+    assert machine.list_mounts() == {}
 
 
-def test_a_restarted_agent_knows_its_mounts(machine):
+def test_a_restarted_agent_unmounts_only_its_own_mounts(machine):
     machine.run("mkdir /mnt/mine; mount -t tmpfs vol-mine /mnt/mine")
-    machine.check_agreement(volume_request("a"))
+    machine.request_mounts(make_mount("a"))
     second = machine.namespace_command(
         *(sys.executable, "-m", "sandbox_agent", "--bind", "0.0.0.0", "--port", "0"),
         stderr=subprocess.PIPE,
@@ -219,7 +219,7 @@ def test_a_restarted_agent_knows_its_mounts(machine):
         assert second.stderr
         port = int(second.stderr.readline().decode().rpartition(":")[2])
         assert machine.post("/mounts", {"mounts": []}, port=port)[1]["unmounted"] == ["/mnt/a"]
-        assert list(machine.mounted()) == ["/mnt/mine"]
+        assert list(machine.list_mounts()) == ["/mnt/mine"]
     finally:
         second.kill()
         second.wait()
@@ -228,18 +228,18 @@ def test_a_restarted_agent_knows_its_mounts(machine):
 def test_an_unmanaged_agent_mounts_nothing(fresh_agent):
     fresh_agent.post_ok("/identity", {"accessToken": "s3cret"})
     fresh_agent.headers = {"X-Access-Token": "s3cret"}
-    status, answer = fresh_agent.post("/mounts", {"mounts": [volume_request("a", "/nonexistent/a")]})
-    assert status == 400 and "does not manage" in answer["message"]
+    status, response = fresh_agent.post("/mounts", {"mounts": [make_mount("a", "/nonexistent/a")]})
+    assert status == 400 and "does not manage" in response["message"]
     assert not Path("/nonexistent").exists()
 
 
 def test_hanging_work_times_out():
-    started = time.monotonic()
+    start_time = time.monotonic()
     assert mounts._run_with_timeout(lambda: time.sleep(60) or 0, 0.2) == errno.ETIMEDOUT
-    assert time.monotonic() - started < 5
+    assert time.monotonic() - start_time < 5
 
 
-def test_errors_of_work_are_passed_on():
+def test_errors_of_work_are_returned():
     def fail() -> int:
         raise OSError(errno.ESTALE, "stale")
 
@@ -247,9 +247,9 @@ def test_errors_of_work_are_passed_on():
     assert mounts._run_with_timeout(lambda: 0, 10) == 0
 
 
-def test_the_module_is_loaded_by_the_first_request():
+def test_the_module_is_imported_on_demand():
     script = "import sys, sandbox_agent.agent; print('sandbox_agent.machine.mounts' in sys.modules)"
-    done = subprocess.run(
+    result = subprocess.run(
         [sys.executable, "-c", script],
         env={**os.environ, "PYTHONPATH": str(SOURCE)},
         capture_output=True,
@@ -257,4 +257,4 @@ def test_the_module_is_loaded_by_the_first_request():
         check=True,
         timeout=60,
     )
-    assert done.stdout == "False\n"
+    assert result.stdout == "False\n"

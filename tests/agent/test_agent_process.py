@@ -1,4 +1,4 @@
-"""process.Process: commands and their streams of events."""
+"""process.Process runs commands and streams their events."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def b64(data: bytes) -> str:
     return base64.b64encode(data).decode()
 
 
-def test_events_of_a_command(agent):
+def test_a_command_streams_its_output_and_end(agent):
     events = list(agent.start("sh", "-c", "printf out; printf err >&2"))
     assert events[0]["start"]["pid"] > 0
     data = {key: base64.b64decode(value) for event in events[1:-1] for key, value in event["data"].items()}
@@ -26,7 +26,7 @@ def test_events_of_a_command(agent):
     assert events[-1] == {"end": {"exitCode": 0, "exited": True, "status": "exit status 0"}}
 
 
-def test_exit_code(agent):
+def test_a_nonzero_exit_code_is_reported(agent):
     end = agent.start("sh", "-c", "exit 3").read_to_end()[2]
     assert end == {"exitCode": 3, "exited": True, "status": "exit status 3", "error": "exit status 3"}
 
@@ -42,14 +42,13 @@ def test_no_output_is_lost(agent):
 
 
 def peak_memory(pid: int) -> int:
-    """The peak memory of a process, in KiB."""
+    """Return the peak memory of a process, in KiB."""
     lines = Path(f"/proc/{pid}/status").read_text().splitlines()
     return next(int(line.split()[1]) for line in lines if line.startswith("VmHWM"))
 
 
 def test_a_slow_client_blocks_the_process(agent):
-    """The process writes a hundred megabytes, and the client does not read at first. The agent holds only a small part
-    of them."""
+    """The process writes 100 MB, and the client does not read at first. The agent buffers only a small part."""
     before = peak_memory(agent.process.pid)
     events = agent.start("sh", "-c", "head -c 100000000 /dev/zero; echo done >&2")
     time.sleep(0.5)
@@ -63,7 +62,7 @@ def test_a_slow_client_blocks_the_process(agent):
     assert peak_memory(agent.process.pid) - before < 20_000
 
 
-def test_environment_directory_and_user(agent, tmp_path):
+def test_environment_directory_and_user_are_set(agent, tmp_path):
     out, _, _ = agent.start("sh", "-c", 'echo "$A:$B"; pwd', envs={"A": "1", "B": "ü"}, cwd=str(tmp_path)).read_to_end()
     assert out.decode() == f"1:ü\n{tmp_path}\n"
     if os.geteuid() == 0:
@@ -71,7 +70,7 @@ def test_environment_directory_and_user(agent, tmp_path):
         assert out.split()[0] == out.split()[-1] == b"nobody" and b"root" not in out
 
 
-def test_an_empty_directory_is_the_home(agent):
+def test_an_empty_directory_means_home(agent):
     assert agent.start("pwd", cwd="").read_to_end()[0].decode().strip() == str(Path.home())
 
 
@@ -87,13 +86,13 @@ def test_an_empty_directory_is_the_home(agent):
         ({"process": {"cmd": "true"}, "pty": {"size": {"cols": 99999}}}, "invalid_argument"),
     ],
 )
-def test_errors_come_in_the_last_frame(agent, message, code):
+def test_the_last_frame_reports_errors(agent, message, code):
     events = agent.stream("Start", message)
     assert list(events) == []
     assert events.error and events.error["code"] == code and events.error["message"]
 
 
-def test_an_unknown_user(agent):
+def test_an_unknown_user_is_refused(agent):
     events = agent.start("true", user="no-such-user")
     assert list(events) == [] and events.error and events.error["code"] == "unauthenticated"
 
@@ -103,26 +102,26 @@ def test_the_codec_must_be_json(agent):
     assert (status, json.loads(data)["code"]) == (415, "unimplemented")
 
 
-def test_stdin(agent):
+def test_stdin_can_be_sent_and_streamed(agent):
     events = agent.start("cat", stdin=True)
     pid = events.next()["start"]["pid"]
     agent.post_ok("/process.Process/SendInput", {"process": {"pid": pid}, "input": {"stdin": b64(b"one ")}})
-    # The input stream consists of frames, the last of them empty; its answer has one message.
+    # The input stream consists of frames. Its response has one message.
     messages = [{"start": {"process": {"pid": pid}}}, {"keepalive": {}}]
     messages += [{"data": {"input": {"stdin": b64(part)}}} for part in (b"two ", b"x" * 300_000)]
-    streamed = agent.stream("StreamInput", *messages)
-    assert (list(streamed), streamed.error) == ([{}], None)
+    response_stream = agent.stream("StreamInput", *messages)
+    assert (list(response_stream), response_stream.error) == ([{}], None)
     agent.post_ok("/process.Process/CloseStdin", {"process": {"pid": pid}})
     assert events.read_to_end()[0] == b"one two " + b"x" * 300_000
 
 
-def test_input_with_a_pause(running, unmanaged):
-    """The pause is longer than other connections may be silent."""
+def test_input_streams_may_pause(running, unmanaged_command):
+    """The pause is longer than the idle timeout of other connections."""
     code = (
         "import sys; from sandbox_agent import agent; from sandbox_agent.http import server; "
         "server.IDLE_SECONDS = 0.3; sys.argv = sys.argv[1:]"
     )
-    with running([unmanaged[0], "-c", f"{code}; sys.exit(agent.main())", *unmanaged[2:]]) as agent:
+    with running([unmanaged_command[0], "-c", f"{code}; sys.exit(agent.main())", *unmanaged_command[2:]]) as agent:
         agent.start("cat", stdin=True, tag="cat").next()
 
         def frames():
@@ -132,17 +131,17 @@ def test_input_with_a_pause(running, unmanaged):
                 time.sleep(0.6)
 
         headers = {"Content-Type": "application/connect+json", "Transfer-Encoding": "chunked"}
-        status, answer = agent.request("POST", "/process.Process/StreamInput", frames(), headers)
-        assert status == 200 and b"error" not in answer
+        status, response = agent.request("POST", "/process.Process/StreamInput", frames(), headers)
+        assert status == 200 and b"error" not in response
         agent.post_ok("/process.Process/CloseStdin", {"process": {"tag": "cat"}})
         assert agent.stream("Connect", {"process": {"tag": "cat"}}).read_to_end()[0] == b"late"
 
 
-def test_input_in_the_start_request(agent):
-    given = b"x" * 3_000_000
-    events = agent.start("sh", "-c", "sleep 0.3; cat; echo end", input=b64(given))
+def test_the_start_request_can_contain_the_input(agent):
+    data = b"x" * 3_000_000
+    events = agent.start("sh", "-c", "sleep 0.3; cat; echo end", input=b64(data))
     assert events.next()["start"]["input"] is True
-    assert events.read_to_end()[0] == given + b"end\n"
+    assert events.read_to_end()[0] == data + b"end\n"
     assert agent.start("cat", input="").read_to_end()[0] == b""
 
 
@@ -151,15 +150,17 @@ def test_unread_input_does_not_block_the_agent(agent):
     assert (out, end["exitCode"]) == (b"done\n", 0)
     closed = agent.start("sh", "-c", "exec 0<&-; echo closed; sleep 0.3", input=b64(b"x" * 3_000_000)).read_to_end()
     assert closed[0] == b"closed\n"
-    refused = agent.start("true", pty={"size": {"cols": 80, "rows": 24}}, input="")
-    assert (list(refused), refused.error["code"]) == ([], "invalid_argument")
+    rejected = agent.start("true", pty={"size": {"cols": 80, "rows": 24}}, input="")
+    assert (list(rejected), rejected.error["code"]) == ([], "invalid_argument")
 
 
-def test_input_without_stdin(agent):
+def test_input_without_stdin_is_refused(agent):
     events = agent.start("sleep", "30.1")
     pid = events.next()["start"]["pid"]
-    status, answer = agent.post("/process.Process/SendInput", {"process": {"pid": pid}, "input": {"stdin": b64(b"x")}})
-    assert (status, answer["code"]) == (400, "failed_precondition")
+    status, response = agent.post(
+        "/process.Process/SendInput", {"process": {"pid": pid}, "input": {"stdin": b64(b"x")}}
+    )
+    assert (status, response["code"]) == (400, "failed_precondition")
     agent.post_ok("/process.Process/SendSignal", {"process": {"pid": pid}, "signal": "SIGNAL_SIGKILL"})
     end = events.read_to_end()[2]
     assert end == {"exitCode": -1, "exited": False, "status": "signal: killed", "error": "signal: killed"}
@@ -186,8 +187,8 @@ def test_an_ended_process_is_not_found(agent):
         ("CloseStdin", {}),
         ("Update", {}),
     ):
-        status, answer = agent.post(f"/process.Process/{method}", {"process": {"pid": 999_999_999}, **extra})
-        assert (status, answer["code"]) == (404, "not_found"), method
+        status, response = agent.post(f"/process.Process/{method}", {"process": {"pid": 999_999_999}, **extra})
+        assert (status, response["code"]) == (404, "not_found"), method
     events = agent.stream("Connect", {"process": {"tag": "none"}})
     assert list(events) == [] and events.error and events.error["code"] == "not_found"
 
@@ -200,14 +201,14 @@ def test_a_disconnect_does_not_end_the_process(agent, eventually):
             b"Content-Length: %d\r\n\r\n" % (len(body) + 5) + struct.pack(">BI", 0, len(body)) + body
         )
         assert b"start" in sock.recv(1000)
-    listed = [item for item in agent.post_ok("/process.Process/List")["processes"] if item.get("tag") == "orphan"]
-    assert listed[0]["config"] == {"cmd": "sh", "args": ["-c", "echo a; read x; echo b"], "envs": {}}
+    processes = [item for item in agent.post_ok("/process.Process/List")["processes"] if item.get("tag") == "orphan"]
+    assert processes[0]["config"] == {"cmd": "sh", "args": ["-c", "echo a; read x; echo b"], "envs": {}}
     events = agent.stream("Connect", {"process": {"tag": "orphan"}})
-    assert events.next()["start"]["pid"] == listed[0]["pid"]
+    assert events.next()["start"]["pid"] == processes[0]["pid"]
     assert base64.b64decode(events.next()["data"]["stdout"]) == b"a\n"
     agent.post_ok("/process.Process/SendInput", {"process": {"tag": "orphan"}, "input": {"stdin": b64(b"\n")}})
     assert events.read_to_end()[0] == b"b\n"
-    # After its end the process is not listed any more, but its result remains available.
+    # After the process has ended, it is no longer listed, but its result remains available.
     assert not [item for item in agent.post_ok("/process.Process/List")["processes"] if item.get("tag") == "orphan"]
     out, _, end = agent.stream("Connect", {"process": {"tag": "orphan"}}).read_to_end()
     assert (out, end["exitCode"]) == (b"a\nb\n", 0)
@@ -220,22 +221,22 @@ def test_only_the_last_output_is_kept(agent):
     assert out.endswith(b"end") and 100_000 < len(out) < 400_000
 
 
-def test_a_process_without_a_reader_keeps_running(agent, tmp_path, eventually):
-    done = tmp_path / "done"
-    events = agent.start("sh", "-c", f"sleep 0.2; head -c 9000000 /dev/zero; touch {done}")
+def test_a_process_without_a_client_keeps_running(agent, tmp_path, eventually):
+    marker = tmp_path / "done"
+    events = agent.start("sh", "-c", f"sleep 0.2; head -c 9000000 /dev/zero; touch {marker}")
     events.next()
     events._response.close()
-    eventually(done.exists)
+    eventually(marker.exists)
 
 
 def test_a_deadline_ends_the_process(agent, eventually):
-    started = time.monotonic()
+    start_time = time.monotonic()
     events = agent.start("sh", "-c", "echo $$; sleep 31.1", Connect_Timeout_Ms="400")
     pid = events.next()["start"]["pid"]
     out, _, end = events.read_to_end()
     assert (int(out), end, events.error["code"]) == (pid, {}, "deadline_exceeded")
-    assert time.monotonic() - started < 10
-    # A stream without a deadline shows the effect of the deadline.
+    assert time.monotonic() - start_time < 10
+    # Another stream, without a deadline, reports how the process ended.
     assert agent.stream("Connect", {"process": {"pid": pid}}).read_to_end()[2]["status"] == "signal: killed"
     eventually(lambda: all(item["pid"] != pid for item in agent.post_ok("/process.Process/List")["processes"]))
 
@@ -251,19 +252,19 @@ def test_the_deadline_of_a_stream_ends_only_the_stream(agent):
     assert first.read_to_end()[2]["status"] == "signal: killed"
 
 
-def test_keepalives(agent):
+def test_silent_streams_send_keepalives(agent):
     events = agent.start("sleep", "1.3", Connect_Timeout_Ms="0")
     assert list(events.next()) == ["start"]
     other = agent.stream("Connect", {"process": {"pid": 0, "tag": ""}})
     assert list(other) == []
-    quiet = agent.stream(
+    slow_stream = agent.stream(
         "Start", {"process": {"cmd": "sleep", "args": ["1.2"]}, "stdin": False}, **{"Keepalive-Ping-Interval": "1"}
     )
-    assert [next(iter(event)) for event in quiet] == ["start", "keepalive", "end"]
+    assert [next(iter(event)) for event in slow_stream] == ["start", "keepalive", "end"]
     events.read_to_end()
 
 
-def test_terminal(agent):
+def test_a_terminal_can_be_resized(agent):
     events = agent.start(
         "sh", "-c", "tty; stty size; read x; stty size; echo got $x", pty={"size": {"cols": 100, "rows": 30}}
     )
@@ -279,25 +280,25 @@ def test_terminal(agent):
 
 
 def test_a_terminal_controls_its_session(agent):
-    # Without a shell, which may lose an interrupt between two commands.
+    # Do not use a shell, which may lose an interrupt between two commands.
     events = agent.start("sleep", "31.2", pty={"size": {}})
     pid = events.next()["start"]["pid"]
-    status, answer = agent.post("/process.Process/CloseStdin", {"process": {"pid": pid}})
-    assert (status, answer["code"]) == (400, "failed_precondition")
+    status, response = agent.post("/process.Process/CloseStdin", {"process": {"pid": pid}})
+    assert (status, response["code"]) == (400, "failed_precondition")
     agent.post_ok("/process.Process/SendInput", {"process": {"pid": pid}, "input": {"pty": b64(b"\x03")}})
     assert events.read_to_end()[2]["status"] == "signal: interrupt"
 
 
 def test_a_background_child_does_not_delay_the_end(agent):
-    started = time.monotonic()
+    start_time = time.monotonic()
     out, _, _ = agent.start("sh", "-c", "sleep 30.4 & echo $!").read_to_end()
-    assert time.monotonic() - started < 5
+    assert time.monotonic() - start_time < 5
     os.kill(int(out), signal.SIGKILL)
 
 
 def test_descriptors_and_threads_are_released(fresh_agent, eventually):
-    def count_entries(what: str) -> int:
-        return len(list(Path(f"/proc/{fresh_agent.process.pid}/{what}").iterdir()))
+    def count_entries(directory: str) -> int:
+        return len(list(Path(f"/proc/{fresh_agent.process.pid}/{directory}").iterdir()))
 
     threads = count_entries("task")
     fresh_agent.start("true").read_to_end()
@@ -313,14 +314,14 @@ def test_descriptors_and_threads_are_released(fresh_agent, eventually):
     assert Path(f"/proc/{fresh_agent.process.pid}/task/{fresh_agent.process.pid}/children").read_text() == ""
 
 
-def test_arguments_that_are_not_utf_8(agent):
-    """JSON represents a byte that is not UTF-8 by half a surrogate pair, as Python does. Other halves are refused."""
+def test_arguments_that_are_not_utf_8_are_passed(agent):
+    """As in Python, half of a surrogate pair represents a byte that is not UTF-8. Other halves are refused."""
     argv = ["sh", "-c", 'printf %s "$1" | od -An -tx1; sleep 0.5', "sh", "a\udcff"]
     events = agent.start(*argv, envs={"A": "\udcfe"}, tag="bytes")
     events.next()
-    listed = [item for item in agent.post_ok("/process.Process/List")["processes"] if item.get("tag") == "bytes"]
-    assert (listed[0]["config"]["args"][-1], listed[0]["config"]["envs"]) == ("a\ufffd", {"A": "\ufffd"})
+    processes = [item for item in agent.post_ok("/process.Process/List")["processes"] if item.get("tag") == "bytes"]
+    assert (processes[0]["config"]["args"][-1], processes[0]["config"]["envs"]) == ("a\ufffd", {"A": "\ufffd"})
     assert events.read_to_end()[0].split() == [b"61", b"ff"]
-    for wrong in ({"envs": {"A": "\ud800"}}, {"args": ["\ud800"]}, {"cwd": "/\ud800"}):
-        refused = agent.stream("Start", {"process": {"cmd": "true", **wrong}})
-        assert (list(refused), refused.error["code"]) == ([], "invalid_argument"), wrong
+    for fields in ({"envs": {"A": "\ud800"}}, {"args": ["\ud800"]}, {"cwd": "/\ud800"}):
+        rejected = agent.stream("Start", {"process": {"cmd": "true", **fields}})
+        assert (list(rejected), rejected.error["code"]) == ([], "invalid_argument"), fields

@@ -1,4 +1,4 @@
-"""The agent's HTTP."""
+"""The agent's HTTP server."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from pathlib import Path
 SOURCE = Path(__file__).parents[2] / "gateway/src/sandbox_agent"
 
 
-def send_raw(agent, data: bytes) -> bytes:
-    """Send the bytes unchanged; returns everything that arrives until the agent closes."""
+def send_bytes(agent, data: bytes) -> bytes:
+    """Send the bytes unchanged. Returns all bytes that arrive until the agent closes the connection."""
     with socket.create_connection(("127.0.0.1", agent.port), timeout=30) as sock:
         sock.sendall(data)
         received = b""
@@ -26,11 +26,11 @@ def send_raw(agent, data: bytes) -> bytes:
     return received
 
 
-def test_health(agent):
+def test_health_responds_without_a_body(agent):
     assert agent.request("GET", "/health") == (204, b"")
 
 
-def test_many_requests_on_one_connection(agent):
+def test_a_connection_serves_many_requests(agent):
     connection = agent.connect()
     for _ in range(3):
         connection.request("POST", "/filesystem.Filesystem/Stat", json.dumps({"path": "/"}))
@@ -44,39 +44,39 @@ def test_many_requests_on_one_connection(agent):
     assert connection.sock is sock
 
 
-def test_pipelined_requests(agent):
+def test_pipelined_requests_are_served(agent):
     get = b"GET /health HTTP/1.1\r\nHost: x\r\n"
-    answer = send_raw(agent, get + b"\r\n" + get + b"Connection: close\r\n\r\n")
-    assert answer.count(b"HTTP/1.1 204") == 2
+    response = send_bytes(agent, get + b"\r\n" + get + b"Connection: close\r\n\r\n")
+    assert response.count(b"HTTP/1.1 204") == 2
 
 
 def test_errors_are_json(agent):
-    status, answer = agent.post("/nowhere")
-    assert (status, answer["code"]) == (404, 404)
-    # The gateway compares this text: see AgentClient.eval.
-    assert answer["message"] == "/nowhere not found"
-    status, answer = agent.post("/health")
+    status, response = agent.post("/nowhere")
+    assert (status, response["code"]) == (404, 404)
+    # The gateway compares this text; see AgentClient.eval.
+    assert response["message"] == "/nowhere not found"
+    status, response = agent.post("/health")
     assert status == 405
-    status, answer = agent.post("/process.Process/Nothing")
-    assert (status, answer["code"]) == (404, "unimplemented")
+    status, response = agent.post("/process.Process/Nothing")
+    assert (status, response["code"]) == (404, "unimplemented")
 
 
-def test_a_body_that_is_not_json(agent):
+def test_a_body_that_is_not_json_is_refused(agent):
     for body in (b"{", b"[]", b"\xff", b"[" * 100_000):
         status, data = agent.request("POST", "/exec", body)
         assert status == 400, data
 
 
-def test_a_chunked_body(agent):
-    answer = send_raw(
+def test_a_chunked_body_is_read(agent):
+    response = send_bytes(
         agent,
         b"POST /exec HTTP/1.1\r\nTransfer-Encoding: chunked\r\nConnection: close\r\n\r\n"
         b'8\r\n{"args":\r\n9;ext=1\r\n["true"]}\r\n0\r\nTrailer: x\r\n\r\n',
     )
-    assert b" 200 OK" in answer and b'"exitCode":0' in answer
+    assert b" 200 OK" in response and b'"exitCode":0' in response
 
 
-def test_expect_continue(agent):
+def test_expect_continue_is_confirmed(agent):
     with socket.create_connection(("127.0.0.1", agent.port), timeout=30) as sock:
         sock.sendall(b"POST /exec HTTP/1.1\r\nContent-Length: 17\r\nExpect: 100-continue\r\n\r\n")
         assert sock.recv(1000) == b"HTTP/1.1 100 Continue\r\n\r\n"
@@ -84,9 +84,9 @@ def test_expect_continue(agent):
         assert b'"exitCode":0' in sock.recv(1000)
 
 
-def test_http_1_0_is_answered_and_closed(agent):
-    assert send_raw(agent, b"GET /health HTTP/1.0\r\n\r\n").startswith(b"HTTP/1.1 204")
-    assert send_raw(agent, b"GET /files?path=/proc/version HTTP/1.0\r\n\r\n").endswith(b"\n")
+def test_http_1_0_connections_close_after_the_response(agent):
+    assert send_bytes(agent, b"GET /health HTTP/1.0\r\n\r\n").startswith(b"HTTP/1.1 204")
+    assert send_bytes(agent, b"GET /files?path=/proc/version HTTP/1.0\r\n\r\n").endswith(b"\n")
 
 
 def test_an_invalid_request_ends_only_its_connection(agent):
@@ -100,7 +100,7 @@ def test_an_invalid_request_ends_only_its_connection(agent):
         b"GET /" + b"x" * 200_000,
     ):
         with contextlib.suppress(ConnectionResetError):
-            assert send_raw(agent, data) == b""
+            assert send_bytes(agent, data) == b""
     assert agent.request("GET", "/health")[0] == 204
 
 
@@ -111,17 +111,17 @@ def test_the_size_of_a_json_body_is_limited(agent):
         assert sock.recv(1000).startswith(b"HTTP/1.1 413")
 
 
-def test_many_connections_at_once(agent):
+def test_many_connections_are_served_at_once(agent):
     failures = []
 
-    def ask() -> None:
+    def send_requests() -> None:
         try:
             for _ in range(5):
                 assert agent.request("GET", "/health")[0] == 204
         except Exception as error:
             failures.append(error)
 
-    threads = [threading.Thread(target=ask) for _ in range(20)]
+    threads = [threading.Thread(target=send_requests) for _ in range(20)]
     for thread in threads:
         thread.start()
     for thread in threads:
@@ -156,8 +156,8 @@ def test_the_agent_runs_from_a_folder_without_site_packages(tmp_path, running):
     assert not list(folder.rglob("*.pyc")), "byte code was written"
 
 
-def test_a_port_in_use_is_reported(agent, unmanaged):
-    argv = [*unmanaged[:-1], str(agent.port)]
-    done = subprocess.run(argv, env={**os.environ, "PYTHONPATH": str(SOURCE.parent)}, capture_output=True, text=True)
-    assert done.returncode == 1
-    assert f"cannot listen on 127.0.0.1:{agent.port}" in done.stderr
+def test_a_port_in_use_is_reported(agent, unmanaged_command):
+    argv = [*unmanaged_command[:-1], str(agent.port)]
+    result = subprocess.run(argv, env={**os.environ, "PYTHONPATH": str(SOURCE.parent)}, capture_output=True, text=True)
+    assert result.returncode == 1
+    assert f"cannot listen on 127.0.0.1:{agent.port}" in result.stderr

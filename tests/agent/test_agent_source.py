@@ -1,4 +1,4 @@
-"""Limits on the agent's source: the sandbox's Python can be 3.9 without any packages."""
+"""Check that the agent's source runs on Python 3.9 without any packages."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ import pytest
 SOURCE = Path(__file__).parents[2] / "gateway/src/sandbox_agent"
 FILES = sorted(SOURCE.glob("**/*.py"))
 
-# Each package, and the packages that it may import from.
-ROOMS = {
+# The packages from which each package may import.
+ALLOWED_IMPORTS = {
     "failure": set(),
     "http": {"failure"},
     "machine": {"failure", "http"},
@@ -24,8 +24,8 @@ ROOMS = {
     "__init__": set(),
 }
 
-# Newer than Python 3.9; any attribute of that name is suspicious.
-NEWER = {"UTC", "StrEnum", "batched", "pairwise", "setns", "unshare", "anext", "aiter", "process_group"}
+# Names that are newer than Python 3.9. Attributes with these names are not allowed.
+NEWER_NAMES = {"UTC", "StrEnum", "batched", "pairwise", "setns", "unshare", "anext", "aiter", "process_group"}
 
 
 @pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(SOURCE)))
@@ -36,7 +36,7 @@ def test_the_source_is_valid_python_3_9(path):
         assert not isinstance(node, (ast.Match, getattr(ast, "TryStar", ast.Match))), f"line {node.lineno}"
         if isinstance(node, (ast.Attribute, ast.Name)):
             name = node.attr if isinstance(node, ast.Attribute) else node.id
-            assert name not in NEWER, f"line {node.lineno}: {name}"
+            assert name not in NEWER_NAMES, f"line {node.lineno}: {name}"
         if isinstance(node, ast.Call):
             keywords = {keyword.arg for keyword in node.keywords}
             assert not keywords & {"strict", "slots", "kw_only", "process_group"}, f"line {node.lineno}"
@@ -58,7 +58,7 @@ def test_only_the_standard_library_is_imported(path):
 
 @pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(SOURCE)))
 def test_packages_import_in_one_direction(path):
-    room = path.relative_to(SOURCE).with_suffix("").parts[0]
+    importer = path.relative_to(SOURCE).with_suffix("").parts[0]
     for node in ast.walk(ast.parse(path.read_text())):
         modules = []
         if isinstance(node, ast.Import):
@@ -68,4 +68,4 @@ def test_packages_import_in_one_direction(path):
         for module in modules:
             package, _, rest = module.partition(".")
             if package == "sandbox_agent":
-                assert rest.split(".")[0] in {room} | ROOMS[room], module
+                assert rest.split(".")[0] in {importer} | ALLOWED_IMPORTS[importer], module

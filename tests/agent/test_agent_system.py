@@ -1,4 +1,4 @@
-"""Functions that only the system can carry out. Nothing here changes this machine itself."""
+"""Functions that change the system. The tests change only namespaces and scratch files, not this machine."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from sandbox_agent.machine import system
 SOURCE = Path(__file__).parents[2] / "gateway/src"
 
 
-@pytest.mark.parametrize(("ahead", "set_to"), [(0.01, False), (-0.01, False), (5, True), (-5, True)])
-def test_the_clock_is_set_only_if_it_is_wrong(monkeypatch, ahead, set_to):
-    settings = []
-    monkeypatch.setattr(time, "clock_settime", lambda clock, value: settings.append((clock, value)))
+@pytest.mark.parametrize(("offset", "is_set"), [(0.01, False), (-0.01, False), (5, True), (-5, True)])
+def test_the_clock_is_set_only_if_it_is_wrong(monkeypatch, offset, is_set):
+    set_calls = []
+    monkeypatch.setattr(time, "clock_settime", lambda clock, value: set_calls.append((clock, value)))
     monkeypatch.setattr(time, "time", lambda: 1_700_000_000.0)
-    system.set_clock(1_700_000_000.0 + ahead)
-    assert settings == ([(time.CLOCK_REALTIME, 1_700_000_000.0 + ahead)] if set_to else [])
+    system.set_clock(1_700_000_000.0 + offset)
+    assert set_calls == ([(time.CLOCK_REALTIME, 1_700_000_000.0 + offset)] if is_set else [])
 
 
 GROW = """
@@ -35,28 +35,28 @@ losetup -c "$(findmnt -n -o SOURCE "$1/mount")"
 exec "$2" -c '
 import os, sys
 from sandbox_agent.machine import system
-def size():
-    found = os.statvfs(sys.argv[1])
-    return found.f_blocks * found.f_frsize >> 20
-before = size()
+def size_mb():
+    status = os.statvfs(sys.argv[1])
+    return status.f_blocks * status.f_frsize >> 20
+before = size_mb()
 system.grow_file_system(sys.argv[1])
-assert before < 20 and size() > 50, (before, size())
+assert before < 20 and size_mb() > 50, (before, size_mb())
 system.grow_file_system(sys.argv[1])
 ' "$1/mount"
 """
 
 
-def test_the_file_system_grows(root, tmp_path):
-    """A scratch file system in its own mount namespace; both disappear with the process."""
-    done = subprocess.run(
+def test_the_file_system_grows_with_its_device(root, tmp_path):
+    """The file system is in a new mount namespace. Both disappear when the process exits."""
+    result = subprocess.run(
         ["unshare", "--mount", "--propagation", "private", "sh", "-c", GROW, "sh", str(tmp_path), sys.executable],
         env={**os.environ, "PYTHONPATH": str(SOURCE)},
         capture_output=True,
         text=True,
         timeout=120,
     )
-    if "loop" in done.stderr and "Traceback" not in done.stderr:
-        pytest.skip(f"no loop device: {done.stderr}")
-    if "Permission denied to resize" in done.stderr:
+    if "loop" in result.stderr and "Traceback" not in result.stderr:
+        pytest.skip(f"no loop device: {result.stderr}")
+    if "Permission denied to resize" in result.stderr:
         pytest.skip("needs CAP_SYS_RESOURCE")
-    assert done.returncode == 0, done.stderr
+    assert result.returncode == 0, result.stderr

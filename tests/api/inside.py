@@ -1,4 +1,4 @@
-"""Services inside machines in memory, and the headers that address them."""
+"""Services on simulated machines, and the headers that address them."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ Handler = Callable[[asyncio.StreamReader, asyncio.StreamWriter], Awaitable[None]
 
 
 def port_headers(sandbox: dict[str, Any], port: int | str = AGENT_PORT, **more: str) -> dict[str, str]:
-    """Headers that name a port of a sandbox."""
+    """Return headers that name a port of a sandbox."""
     return {"E2b-Sandbox-Id": sandbox["sandboxID"], "E2b-Sandbox-Port": str(port), **more}
 
 
 def port_headers_with_host(sandbox: dict[str, Any], port: int | str = AGENT_PORT, **more: str) -> dict[str, str]:
-    """The same headers, with Host."""
+    """Return headers whose Host names a port of a sandbox."""
     return {"Host": host(sandbox, port), **more}
 
 
@@ -36,16 +36,17 @@ def host(sandbox: dict[str, Any], port: int | str = AGENT_PORT) -> str:
 
 
 eventually = functools.partial(waiting.eventually, seconds=5)
-"""Shorter than the idle timeout of connections."""
+"""Waits for less than the idle timeout of connections."""
 
 
 class Service:
-    """Listens at a machine's address, in its own thread. It outlives the machine: like a service in a virtual machine
-    that was killed, it closes no connections.
+    """A service that listens at a machine's address, in its own thread.
+
+    It outlives the machine and closes no connections, like a service in a virtual machine that was killed.
     """
 
     def __init__(self, address: str, port: int, listen: Callable[[str, int], Awaitable[Any]]) -> None:
-        self._where = (address, port)
+        self._address = (address, port)
         self._listen = listen
         self._loop = asyncio.new_event_loop()
         self._ready = threading.Event()
@@ -64,7 +65,7 @@ class Service:
             self._loop.close()
 
     async def _serve(self) -> None:
-        server = await self._listen(*self._where)
+        server = await self._listen(*self._address)
         self._ready.set()
         await self._stop.wait()
         server.close()
@@ -88,12 +89,12 @@ async def _cancel(tasks: set[asyncio.Task[Any]]) -> None:
 
 
 class RawService:
-    """A service of bytes: each request gets the next of ``answers``, and the last one repeats."""
+    """A service that sends raw bytes: each request gets the next of ``replies``, and the last reply repeats."""
 
-    def __init__(self, *answers: bytes, then: Handler | None = None) -> None:
-        self.answers = answers or (make_reply(),)
+    def __init__(self, *replies: bytes, then: Handler | None = None) -> None:
+        self.replies = replies or (make_reply(),)
         self.then = then
-        """Takes over the connection after an answer."""
+        """Handles the connection after each reply."""
         self.heads: list[bytes] = []
         self.bodies: list[bytes] = []
         self.open = 0
@@ -109,16 +110,16 @@ class RawService:
             while True:
                 head = await reader.readuntil(b"\r\n\r\n")
                 self.heads.append(head)
-                self.bodies.append(await _body(reader, head))
-                answer = self.answers[min(len(self.heads), len(self.answers)) - 1]
-                if not answer:
+                self.bodies.append(await _read_body(reader, head))
+                reply = self.replies[min(len(self.heads), len(self.replies)) - 1]
+                if not reply:
                     return
-                writer.write(answer)
+                writer.write(reply)
                 await writer.drain()
                 if self.then:
                     await self.then(reader, writer)
         except (OSError, asyncio.IncompleteReadError, ValueError):
-            pass  # The peer disconnected: a ValueError is a chunk that never arrived.
+            pass  # The peer disconnected. A ValueError means that a chunk never arrived.
         finally:
             self.open -= 1
             writer.close()
@@ -131,7 +132,7 @@ class RawService:
         return self.heads[number].split(b" ")[1].decode()
 
 
-async def _body(reader: asyncio.StreamReader, head: bytes) -> bytes:
+async def _read_body(reader: asyncio.StreamReader, head: bytes) -> bytes:
     fields = {name.lower(): value for name, _, value in (line.partition(b": ") for line in head.split(b"\r\n"))}
     if fields.get(b"transfer-encoding") != b"chunked":
         return await reader.readexactly(int(fields.get(b"content-length", 0)))
@@ -155,7 +156,7 @@ def machine_address(memory_gateway: MemoryGateway, sandbox: dict[str, Any]) -> s
 
 @contextlib.contextmanager
 def raw_service(
-    memory_gateway: MemoryGateway, sandbox: dict[str, Any], *answers: bytes, port: int = PORT, **more: Any
+    memory_gateway: MemoryGateway, sandbox: dict[str, Any], *replies: bytes, port: int = PORT, **more: Any
 ) -> Iterator[RawService]:
     """Run a ``RawService`` on a port of the sandbox's machine."""
     if port == AGENT_PORT:
@@ -163,14 +164,14 @@ def raw_service(
         assert agent is not None
         memory_gateway.loop.call_soon_threadsafe(agent.close)
         eventually(lambda: not agent.sockets)
-    service = RawService(*answers, **more)
+    service = RawService(*replies, **more)
     with Service(machine_address(memory_gateway, sandbox), port, service.listen):
         yield service
 
 
 @contextlib.contextmanager
 def raw_connection(memory_gateway: MemoryGateway, *pieces: bytes) -> Iterator[socket.socket]:
-    """A connection to the gateway on which ``pieces`` were sent unchanged."""
+    """Open a connection to the gateway, and send ``pieces`` unchanged."""
     with socket.create_connection(("127.0.0.1", memory_gateway.port), timeout=30) as connection:
         for piece in pieces:
             connection.sendall(piece)
@@ -178,23 +179,23 @@ def raw_connection(memory_gateway: MemoryGateway, *pieces: bytes) -> Iterator[so
 
 
 def request_head(request: str, *fields: str, **headers: str) -> bytes:
-    """The head of a request: ``request`` is its first line without the version."""
-    given = [f"{name}: {value}" for name, value in headers.items()]
-    return "\r\n".join([f"{request} HTTP/1.1", *fields, *given, "", ""]).encode("latin-1")
+    """Return the head of a request. ``request``: its first line without the version."""
+    header_lines = [f"{name}: {value}" for name, value in headers.items()]
+    return "\r\n".join([f"{request} HTTP/1.1", *fields, *header_lines, "", ""]).encode("latin-1")
 
 
 def read_status(connection: socket.socket) -> tuple[int, dict[str, Any]]:
-    """The status of the answer, and its body if that is our own JSON."""
+    """Return the status of the response, and its body if that is JSON."""
     data = b""
     while b"\r\n\r\n" not in data:
         piece = connection.recv(4096)
-        assert piece, f"hung up after {data!r}"
+        assert piece, f"the connection was closed after {data!r}"
         data += piece
-    answered, _, rest = data.partition(b"\r\n\r\n")
-    status = int(answered.split(b" ")[1])
-    if b"application/json" not in answered.lower():
+    head, _, rest = data.partition(b"\r\n\r\n")
+    status = int(head.split(b" ")[1])
+    if b"application/json" not in head.lower():
         return status, {}
-    length = int(answered.lower().partition(b"content-length: ")[2].split(b"\r\n")[0])
+    length = int(head.lower().partition(b"content-length: ")[2].split(b"\r\n")[0])
     while len(rest) < length:
         rest += connection.recv(4096)
     return status, json.loads(rest)

@@ -1,4 +1,4 @@
-"""The whole gateway above a host in memory, served in a thread: real sockets, real HTTP."""
+"""A complete gateway with an in-memory host, served in a thread over real sockets."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ _START_SECONDS = 20
 
 
 class MemoryGateway:
-    """A gateway that answers on a unix socket and on a loopback port."""
+    """A gateway that listens on a unix socket and on a loopback port."""
 
     def __init__(self, root: Path, host: MemoryHost | None = None, **sections: dict[str, Any]) -> None:
         self.root = root
-        # Socket paths must be short; a test's own directory may be deep.
+        # Socket paths must be short, but a test's own directory may be deeply nested.
         self.run = tempfile.TemporaryDirectory(prefix="grove-api-")
         self.socket = Path(self.run.name) / "gateway.sock"
         self.port = session.free_port()
@@ -43,7 +43,7 @@ class MemoryGateway:
         self.failure: BaseException | None = None
         self.thread = threading.Thread(target=self._run, name="gateway", daemon=True)
         self.thread.start()
-        self._wait()
+        self._wait_until_ready()
 
     def _run(self) -> None:
         asyncio.set_event_loop(self.loop)
@@ -59,7 +59,7 @@ class MemoryGateway:
         self.engine = Engine(self.host, self.config)
         await serving.serve(self.config, self.engine, self.stop)
 
-    def _wait(self) -> None:
+    def _wait_until_ready(self) -> None:
         deadline = time.monotonic() + _START_SECONDS
         while time.monotonic() < deadline and self.thread.is_alive():
             try:
@@ -87,7 +87,7 @@ class MemoryGateway:
         return f"unix://{self.socket}"
 
     def client(self, key: str | None = None) -> httpx.Client:
-        """With a key: over TCP. Without a key: over the socket."""
+        """Return a client: over TCP with ``key``, or over the unix socket if it is None."""
         if key is None:
             transport = httpx.HTTPTransport(uds=str(self.socket))
             return httpx.Client(transport=transport, base_url="http://gateway", timeout=20)
@@ -98,14 +98,14 @@ class MemoryGateway:
         return self.host.machines[self.engine.sandboxes.get(sandbox_id).instance]
 
     def build_template(self, name: str = "base", **recipe: Any) -> str:
-        """Build a template; returns its id."""
+        """Build a template, and return its id."""
         with self.client() as client:
-            started = client.post("/templates", json={"name": name, **recipe}).json()
-            route = f"/templates/{started['templateID']}/builds/{started['buildID']}"
+            build = client.post("/templates", json={"name": name, **recipe}).json()
+            route = f"/templates/{build['templateID']}/builds/{build['buildID']}"
             client.get(f"{route}/logs", params={"follow": True})
             status = client.get(f"{route}/status").json()
         assert status["status"] == "ready", status
-        template: str = started["templateID"]
+        template: str = build["templateID"]
         return template
 
     def clear(self) -> None:

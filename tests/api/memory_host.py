@@ -1,4 +1,4 @@
-"""A host that keeps its machines in memory, for tests of the layers above hosts.
+"""A host that simulates its machines in memory, for tests of the layers above hosts.
 
 A machine is a small HTTP server with the agent's calls, on its own loopback address. Its `/exec` knows `write KEY
 VALUE`, `read KEY`, `sleep SECONDS`, `exit CODE`, and `env`. Written values are part of a capture, except for keys below
@@ -26,14 +26,14 @@ AGENT_PORT = 49983
 _slots = itertools.count()
 
 
-def _address() -> str:
-    """A loopback address that no other test run on this machine uses at the same time."""
+def _next_address() -> str:
+    """Return a loopback address that no other concurrent test run on this machine uses."""
     slot, process = next(_slots), os.getpid()
     return f"127.{64 + process % 150}.{(process // 150 + slot // 250) % 250}.{slot % 250 + 2}"
 
 
 class Machine:
-    """A running machine: its written values and its agent."""
+    """A running machine: its agent, and the values written to it."""
 
     def __init__(self, state: dict[str, str], volumes: dict[str, dict[str, str]]) -> None:
         self.state = dict(state)
@@ -41,19 +41,19 @@ class Machine:
         self.names: dict[str, Any] = {}
         """The names in its interpreter."""
         self.allowed: dict[str, bool] = {}
-        """The volumes that the host grants it access to; the value: whether it is read-only."""
+        """The volumes that the host grants access to, each with whether it is read-only."""
         self.mounted: dict[str, str] = {}
-        """The agent's mounts: volumes by path."""
+        """The agent's mounts: path → volume."""
         self.address = ""
         self.identity: dict[str, Any] = {}
-        self.seen: list[tuple[str, dict[str, str], bytes]] = []
-        """(request line, headers, body) of the requests that did not come from the engine."""
+        self.forwarded_requests: list[tuple[str, dict[str, str], bytes]] = []
+        """(request line, headers, body) of each request that did not come from the engine."""
         self._server: asyncio.Server | None = None
         self._connections: set[asyncio.Task[None]] = set()
 
     async def start(self) -> None:
         while True:
-            self.address = _address()
+            self.address = _next_address()
             try:
                 self._server = await asyncio.start_server(self._serve, self.address, AGENT_PORT)
                 return
@@ -87,11 +87,11 @@ class Machine:
 
     async def _serve_request(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> bool:
         head = (await reader.readuntil(b"\r\n\r\n")).decode("latin-1")
-        line, *fields = head.strip().split("\r\n")
+        request_line, *fields = head.strip().split("\r\n")
         headers = {name.strip().lower(): value.strip() for name, value in (field.split(":", 1) for field in fields)}
-        body = await _body(reader, headers)
-        _, target, _ = line.split(" ")
-        await self._answer(line, target, headers, body, writer)
+        body = await _read_body(reader, headers)
+        _, target, _ = request_line.split(" ")
+        await self._answer(request_line, target, headers, body, writer)
         await writer.drain()
         return headers.get("connection", "") != "close"
 
@@ -102,8 +102,8 @@ class Machine:
             self.identity = json.loads(body)
             _send(writer, 200, json.dumps({"skipped": []}).encode())
         elif target.startswith(("/echo", "/stream", "/hang")):
-            self.seen.append((line, headers, body))
-            await self._answer_agent_call(target, headers, body, writer)
+            self.forwarded_requests.append((line, headers, body))
+            await self._respond_to_client(target, headers, body, writer)
         elif headers.get("x-access-token") != self.identity.get("accessToken"):
             _send(writer, 401, b'{"message": "wrong token"}')
         elif target == "/exec":
@@ -111,19 +111,19 @@ class Machine:
         elif target == "/eval":
             _send(writer, 200, json.dumps(self._eval(json.loads(body)["code"])).encode())
         elif target == "/mounts":
-            status, answer = self._set_mounts(json.loads(body)["mounts"])
-            _send(writer, status, json.dumps(answer).encode())
+            status, result = self._set_mounts(json.loads(body)["mounts"])
+            _send(writer, status, json.dumps(result).encode())
         elif target == "/process.Process/Start":
             _send(writer, 200, self._start_process(body), "application/connect+json")
         else:
             _send(writer, 200, b'{"frozen": true}')
 
-    async def _answer_agent_call(
+    async def _respond_to_client(
         self, target: str, headers: dict[str, str], body: bytes, writer: asyncio.StreamWriter
     ) -> None:
         if target.startswith("/echo"):
-            told = {"target": target, "headers": headers, "length": len(body), "body": body[:100].decode("latin-1")}
-            _send(writer, 201, json.dumps(told).encode(), extra="X-Inside: yes\r\nKeep-Alive: timeout=5\r\n")
+            echoed = {"target": target, "headers": headers, "length": len(body), "body": body[:100].decode("latin-1")}
+            _send(writer, 201, json.dumps(echoed).encode(), extra="X-Inside: yes\r\nKeep-Alive: timeout=5\r\n")
         elif target.startswith("/stream"):
             writer.write(b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n")
             for number in itertools.count():
@@ -133,18 +133,18 @@ class Machine:
         else:
             await asyncio.sleep(3600)
 
-    def _set_mounts(self, wanted: list[dict[str, Any]]) -> tuple[int, dict[str, Any]]:
-        for each in wanted:
-            if each["source"] not in self.allowed:
-                return 500, {"message": f"{each['source']} cannot be mounted on {each['path']}: access denied"}
-        before, self.mounted = self.mounted, {each["path"]: each["source"] for each in wanted}
+    def _set_mounts(self, mounts: list[dict[str, Any]]) -> tuple[int, dict[str, Any]]:
+        for mount in mounts:
+            if mount["source"] not in self.allowed:
+                return 500, {"message": f"{mount['source']} cannot be mounted on {mount['path']}: access denied"}
+        previous, self.mounted = self.mounted, {mount["path"]: mount["source"] for mount in mounts}
         return 200, {
-            "mounted": [path for path, source in self.mounted.items() if before.get(path) != source],
-            "unmounted": [path for path, source in before.items() if self.mounted.get(path) != source],
+            "mounted": [path for path, source in self.mounted.items() if previous.get(path) != source],
+            "unmounted": [path for path, source in previous.items() if self.mounted.get(path) != source],
         }
 
     def _resolve(self, key: str) -> tuple[dict[str, str], str, bool]:
-        """The mapping that holds a key, the key in it, and whether it is writable."""
+        """Return the mapping that contains ``key``, the key in that mapping, and whether it is writable."""
         for path, volume in self.mounted.items():
             if key.startswith(f"{path}/"):
                 if volume not in self.allowed:
@@ -154,33 +154,33 @@ class Machine:
 
     async def _exec(self, request: dict[str, Any]) -> dict[str, Any]:
         verb, *words = request["args"]
-        code, out, err, late = 0, "", "", False
+        code, stdout, stderr, timed_out = 0, "", "", False
         if verb == "write":
-            place, key, writable = self._resolve(words[0])
+            mapping, key, writable = self._resolve(words[0])
             if writable:
-                place[key] = words[1]
+                mapping[key] = words[1]
             else:
-                code, err = 1, "Read-only file system\n"
+                code, stderr = 1, "Read-only file system\n"
         elif verb == "read":
-            place, key, _ = self._resolve(words[0])
-            code, out = (0, place[key]) if key in place else (1, "")
+            mapping, key, _ = self._resolve(words[0])
+            code, stdout = (0, mapping[key]) if key in mapping else (1, "")
         elif verb == "sleep":
-            late = float(words[0]) > request["timeout"]
+            timed_out = float(words[0]) > request["timeout"]
             await asyncio.sleep(min(float(words[0]), request["timeout"]))
-            code = 137 if late else 0
+            code = 137 if timed_out else 0
         elif verb == "exit":
-            code, err = int(words[0]), "leaving\n"
+            code, stderr = int(words[0]), "leaving\n"
         elif verb == "cat":
-            out = base64.b64decode(request.get("stdin", "")).decode()
+            stdout = base64.b64decode(request.get("stdin", "")).decode()
         elif verb == "env":
-            out = json.dumps({"env": request["env"], "cwd": request.get("cwd"), "user": request.get("user")})
+            stdout = json.dumps({"env": request["env"], "cwd": request.get("cwd"), "user": request.get("user")})
         else:
-            code, err = 127, f"{verb}: not found\n"
+            code, stderr = 127, f"{verb}: not found\n"
         return {
             "exitCode": code,
-            "stdout": base64.b64encode(out.encode()).decode(),
-            "stderr": base64.b64encode(err.encode()).decode(),
-            "timedOut": late,
+            "stdout": base64.b64encode(stdout.encode()).decode(),
+            "stderr": base64.b64encode(stderr.encode()).decode(),
+            "timedOut": timed_out,
             "truncated": False,
         }
 
@@ -195,21 +195,21 @@ class Machine:
         return {"result": repr(value), "error": "", "exit_code": 0}
 
     def _start_process(self, body: bytes) -> bytes:
-        """A Connect stream: `fail` exits 1, `wait` is not known, anything else prints itself and succeeds."""
+        """Return a Connect stream: the command prints its text, and exits with 1 if that is `fail`."""
         command = json.loads(body[5:])["process"]["args"][1]
         text = base64.b64encode(f"ran {command}\n".encode()).decode()
         events: list[dict[str, Any]] = [{"start": {"pid": 1}}, {"data": {"stdout": text}}]
         events.append({"end": {"exitCode": 1 if command == "fail" else 0, "exited": True}})
         frames = [(0, {"event": event}) for event in events] + [(2, {})]
-        return b"".join(_frame(flag, message) for flag, message in frames)
+        return b"".join(_encode_frame(flag, message) for flag, message in frames)
 
 
-def _frame(flag: int, message: dict[str, Any]) -> bytes:
+def _encode_frame(flag: int, message: dict[str, Any]) -> bytes:
     payload = json.dumps(message).encode()
     return struct.pack(">BI", flag, len(payload)) + payload
 
 
-async def _body(reader: asyncio.StreamReader, headers: dict[str, str]) -> bytes:
+async def _read_body(reader: asyncio.StreamReader, headers: dict[str, str]) -> bytes:
     if headers.get("transfer-encoding") != "chunked":
         return await reader.readexactly(int(headers.get("content-length", 0)))
     body = b""
@@ -228,8 +228,10 @@ def _send(
 
 
 class MemoryHost:
-    """Implements ``hosts.base.Host``. ``slow`` delays forks; ``failing`` names sandboxes whose fork fails, ``blocked``
-    paths that cannot be used as mount points.
+    """An in-memory ``hosts.base.Host``.
+
+    ``slow``: seconds that each fork takes; ``failing``: names of sandboxes whose fork fails; ``blocked``: paths that
+    cannot be used as mount points.
     """
 
     kind = "memory"
@@ -241,9 +243,9 @@ class MemoryHost:
         self.machines: dict[str, Machine] = {}
         self.disks: dict[str, dict[str, str]] = {}
         self.mounted: dict[str, dict[str, str]] = {}
-        """The agents' mounts, by the snapshot of their memory."""
+        """The agents' mounts, by the snapshot that contains their memory."""
         self.names: dict[str, dict[str, Any]] = {}
-        """The names in interpreters, by the snapshot of their memory."""
+        """The names in interpreters, by the snapshot that contains their memory."""
         self.saved: dict[str, Sandbox] = {}
         self.volumes: dict[str, Volume] = {}
         self.volume_snapshots: dict[str, VolumeSnapshot] = {}
@@ -295,16 +297,16 @@ class MemoryHost:
     async def capture(
         self, sandbox: Sandbox, snapshot: Snapshot, *, memory: bool, volumes: Sequence[VolumeSnapshot] = ()
     ) -> Snapshot:
-        for each in volumes:
-            await self.capture_volume(self.volumes[each.volume], each)
+        for volume_snapshot in volumes:
+            await self.capture_volume(self.volumes[volume_snapshot.volume], volume_snapshot)
         machine = self.machines[sandbox.instance]
         self.disks[snapshot.id] = dict(machine.state)
         if memory:
             self.mounted[snapshot.id] = dict(machine.mounted)
             self.names[snapshot.id] = dict(machine.names)
         changes = {"memory": Memory.INCREMENTAL if memory else Memory.NONE, "resources": sandbox.resources}
-        measured = {"pause_ms": 6.25, "memory_bytes_written": 4096, "disk_bytes_unique": 1536}
-        return snapshot.model_copy(update=changes | measured)
+        measurements = {"pause_ms": 6.25, "memory_bytes_written": 4096, "disk_bytes_unique": 1536}
+        return snapshot.model_copy(update=changes | measurements)
 
     async def save(self, sandbox: Sandbox) -> None:
         self.saved[sandbox.id] = sandbox

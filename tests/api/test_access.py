@@ -1,4 +1,4 @@
-"""Access to a port inside: keys, both tokens, signed URLs, nothing at all; and errors about sandboxes that are gone."""
+"""Access to ports inside sandboxes by key, token, signed URL or without a secret; errors about removed sandboxes."""
 
 from __future__ import annotations
 
@@ -24,20 +24,20 @@ TOKEN = "5" * 64
 NOW = 1_800_000_000
 
 
-def test_each_sandbox_has_two_tokens_of_its_own(
+def test_each_sandbox_has_two_unique_tokens(
     memory_gateway: MemoryGateway, api: httpx.Client, sandbox: dict[str, Any]
 ) -> None:
     other = create_sandbox(api)
     tokens = {each[name] for each in (sandbox, other) for name in ("envdAccessToken", "trafficAccessToken")}
     assert len(tokens) == 4
     assert api.get("/sandboxes/one").json()["trafficAccessToken"] == sandbox["trafficAccessToken"]
-    with memory_gateway.client(READ_KEY) as looker:
-        assert not tokens & set(looker.get("/sandboxes/one").text.split('"'))
+    with memory_gateway.client(READ_KEY) as reader:
+        assert not tokens & set(reader.get("/sandboxes/one").text.split('"'))
     assert "trafficAccessToken" not in api.get("/sandboxes").text
 
 
 @pytest.mark.parametrize("header", ["E2B-Traffic-Access-Token", "Cube-Traffic-Access-Token"])
-def test_the_traffic_token_opens_every_port_except_the_agents(
+def test_the_traffic_token_is_valid_for_every_port_except_the_agents(
     memory_gateway: MemoryGateway, api: httpx.Client, keyless_client: httpx.Client, sandbox: dict[str, Any], header: str
 ) -> None:
     token = {header: sandbox["trafficAccessToken"]}
@@ -46,30 +46,33 @@ def test_the_traffic_token_opens_every_port_except_the_agents(
         assert (
             sandbox["trafficAccessToken"] not in str(service.heads) and header.lower() not in service.request_headers()
         )
-        for wrong in (sandbox["envdAccessToken"], create_sandbox(api)["trafficAccessToken"], "", "é"):
-            refused = keyless_client.get("/", headers=port_headers(sandbox, PORT) | {header: wrong.encode("latin-1")})  # type: ignore[dict-item]
-            assert refused.status_code == 401 and (not wrong or wrong not in refused.text)
+        for wrong_token in (sandbox["envdAccessToken"], create_sandbox(api)["trafficAccessToken"], "", "é"):
+            headers: Any = {**port_headers(sandbox, PORT), header: wrong_token.encode("latin-1")}
+            response = keyless_client.get("/", headers=headers)
+            assert response.status_code == 401 and (not wrong_token or wrong_token not in response.text)
         assert len(service.heads) == 1
     assert keyless_client.get("/echo", headers=port_headers(sandbox, AGENT_PORT, **token)).status_code == 401
     assert keyless_client.get("/sandboxes", headers=token).status_code == 401
 
 
-def test_the_code_interpreter_token_opens_nothing_else(
+def test_the_code_interpreter_token_is_valid_for_no_other_port(
     memory_gateway: MemoryGateway, keyless_client: httpx.Client, sandbox: dict[str, Any]
 ) -> None:
     with raw_service(memory_gateway, sandbox, port=49999) as service:
-        for let_in in (
+        for credentials in (
             {"X-API-Key": ADMIN_KEY},
             {"E2B-Traffic-Access-Token": sandbox["trafficAccessToken"]},
             {"X-Access-Token": sandbox["envdAccessToken"], "E2B-Traffic-Access-Token": "wrong"},
         ):
-            assert keyless_client.get("/contexts", headers=port_headers(sandbox, 49999, **let_in)).status_code == 200
+            assert (
+                keyless_client.get("/contexts", headers=port_headers(sandbox, 49999, **credentials)).status_code == 200
+            )
             headers = service.request_headers()
-            given = headers["x-access-token"]
-            assert given == token_for_port(sandbox["envdAccessToken"], 49999) != sandbox["envdAccessToken"]
+            forwarded_token = headers["x-access-token"]
+            assert forwarded_token == token_for_port(sandbox["envdAccessToken"], 49999) != sandbox["envdAccessToken"]
             assert (
                 keyless_client.get(
-                    "/files", headers=port_headers(sandbox, AGENT_PORT, **{"X-Access-Token": given})
+                    "/files", headers=port_headers(sandbox, AGENT_PORT, **{"X-Access-Token": forwarded_token})
                 ).status_code
                 == 401
             )
@@ -81,8 +84,8 @@ def test_other_ports_receive_no_token(
     memory_gateway: MemoryGateway, keyless_client: httpx.Client, sandbox: dict[str, Any]
 ) -> None:
     with raw_service(memory_gateway, sandbox) as service:
-        for let_in in ({"X-API-Key": ADMIN_KEY}, {"X-Access-Token": sandbox["envdAccessToken"]}):
-            assert keyless_client.get("/", headers=port_headers(sandbox, PORT, **let_in)).status_code == 200
+        for credentials in ({"X-API-Key": ADMIN_KEY}, {"X-Access-Token": sandbox["envdAccessToken"]}):
+            assert keyless_client.get("/", headers=port_headers(sandbox, PORT, **credentials)).status_code == 200
         for secret in (ADMIN_KEY, sandbox["envdAccessToken"], sandbox["trafficAccessToken"]):
             assert secret not in str(service.heads)
 
@@ -90,28 +93,28 @@ def test_other_ports_receive_no_token(
 def test_ports_are_public_only_on_request(
     memory_gateway: MemoryGateway, api: httpx.Client, keyless_client: httpx.Client
 ) -> None:
-    shut, said_no = create_sandbox(api), create_sandbox(api, network={"allowPublicTraffic": False})
+    default_sandbox, private_sandbox = create_sandbox(api), create_sandbox(api, network={"allowPublicTraffic": False})
     public = create_sandbox(api, network={"allowPublicTraffic": True})
-    assert public["network"]["allowPublicTraffic"] is True and shut["network"]["allowPublicTraffic"] is False
-    for sandbox in (shut, said_no):
+    assert public["network"]["allowPublicTraffic"] is True and default_sandbox["network"]["allowPublicTraffic"] is False
+    for sandbox in (default_sandbox, private_sandbox):
         assert keyless_client.get("/", headers=port_headers_with_host(sandbox, PORT)).status_code == 401
     with raw_service(memory_gateway, public):
         assert keyless_client.get("/", headers=port_headers_with_host(public, PORT)).text == "ok"
         ref = public["sandboxID"]
         assert api.put(f"/sandboxes/{ref}/network", json={"denyOut": ["10.0.0.0/8"]}).status_code == 204
         assert keyless_client.get("/", headers=port_headers_with_host(public, PORT)).text == "ok", (
-            "a policy for the other way leaves it open"
+            "a policy for outgoing traffic does not change it"
         )
         for port in (AGENT_PORT, 49999):
             assert keyless_client.get("/echo", headers=port_headers_with_host(public, port)).status_code == 401
         fork = api.post(f"/sandboxes/{ref}/clone", json={"count": 1}).json()["sandboxes"][0]
         assert keyless_client.get("/", headers=port_headers_with_host(fork, PORT)).status_code == 401, (
-            "a sibling is not asked"
+            "forks do not inherit public ports"
         )
         assert api.put(f"/sandboxes/{ref}/network", json={"allowPublicTraffic": False}).status_code == 204
         assert keyless_client.get("/", headers=port_headers_with_host(public, PORT)).status_code == 401
-    for sloppy in ("yes", 1, "true"):
-        assert api.post("/sandboxes", json={"templateID": "base", "network": {"allowPublicTraffic": sloppy}}).is_error
+    for invalid in ("yes", 1, "true"):
+        assert api.post("/sandboxes", json={"templateID": "base", "network": {"allowPublicTraffic": invalid}}).is_error
 
 
 def test_secrets_are_not_logged(
@@ -130,44 +133,46 @@ def test_secrets_are_not_logged(
         ({"X-Access-Token": envd[:-1]}, f"/files?path=/y&signature={quote(signature)}"),
     ):
         for port in (AGENT_PORT, PORT):
-            told = keyless_client.get(target, headers=port_headers(sandbox, port, **headers)).text
+            text = keyless_client.get(target, headers=port_headers(sandbox, port, **headers)).text
             upgrade = {"Connection": "Upgrade", "Upgrade": "websocket", "Sec-WebSocket-Version": "13"}
             nonce = {"Sec-WebSocket-Key": "A" * 22 + "=="}
-            told += keyless_client.get(target, headers=port_headers(sandbox, port, **headers, **upgrade, **nonce)).text
+            text += keyless_client.get(target, headers=port_headers(sandbox, port, **headers, **upgrade, **nonce)).text
             for secret in (ADMIN_KEY, envd, envd[:-1], traffic, signature, quote(signature)):
-                assert secret not in told
-    # Refusals are logged after the answer.
+                assert secret not in text
+    # Refusals are logged after the response.
     eventually(lambda: caplog.text.count("request") >= 16)
     assert "ERROR" not in caplog.text
     for secret in (ADMIN_KEY, envd[:-1], traffic, signature, quote(signature)):
         assert secret not in caplog.text + str([record.__dict__ for record in caplog.records])
 
 
-# --- gone, paused, closed --------------------------------------------------------------------------------------------
+# --- removed, paused, closed -----------------------------------------------------------------------------------------
 
 
 def test_a_removed_sandbox_is_reported_to_holders_of_its_token(
     api: httpx.Client, keyless_client: httpx.Client, sandbox: dict[str, Any]
 ) -> None:
     api.delete("/sandboxes/one")
-    for port, let_in in (
+    for port, credentials in (
         (AGENT_PORT, {"X-API-Key": ADMIN_KEY}),
         (AGENT_PORT, {"X-Access-Token": sandbox["envdAccessToken"]}),
         (PORT, {"E2B-Traffic-Access-Token": sandbox["trafficAccessToken"]}),
     ):
-        answer = keyless_client.get("/echo", headers=port_headers(sandbox, port, **let_in))
-        assert answer.status_code == answer.json()["code"] == 502 and answer.json()["kind"] == "not_found"
-        assert "was not found" in answer.json()["message"] and sandbox["sandboxID"] in answer.json()["message"]
+        response = keyless_client.get("/echo", headers=port_headers(sandbox, port, **credentials))
+        assert response.status_code == response.json()["code"] == 502 and response.json()["kind"] == "not_found"
+        assert "was not found" in response.json()["message"] and sandbox["sandboxID"] in response.json()["message"]
     refusals = [
         keyless_client.get("/echo", headers=port_headers({"sandboxID": ref}, **{"X-Access-Token": token})).text
         for ref, token in ((sandbox["sandboxID"], "wrong"), ("0" * 12, "wrong"), ("0" * 12, sandbox["envdAccessToken"]))
     ]
-    alive = create_sandbox(api)
-    refusals.append(keyless_client.get("/echo", headers=port_headers(alive, **{"X-Access-Token": "wrong"})).text)
+    existing_sandbox = create_sandbox(api)
+    refusals.append(
+        keyless_client.get("/echo", headers=port_headers(existing_sandbox, **{"X-Access-Token": "wrong"})).text
+    )
     assert len(set(refusals)) == 1 and '"unauthorized"' in refusals[0]
 
 
-def test_errors_as_the_e2b_client_sees_them(
+def test_the_e2b_client_raises_the_expected_errors(
     memory_gateway: MemoryGateway, api: httpx.Client, keyless_client: httpx.Client
 ) -> None:
     options: Any = {
@@ -184,7 +189,7 @@ def test_errors_as_the_e2b_client_sees_them(
         box.commands.run("true")
     box = e2b.Sandbox.connect(box.sandbox_id, **options)
     assert box.is_running()
-    # Its agent ends, but the machine keeps running.
+    # The agent stops, but the machine keeps running.
     asyncio.run_coroutine_threadsafe(memory_gateway.machine(box.sandbox_id).stop(), memory_gateway.loop).result(30)
     with pytest.raises(e2b.exceptions.SandboxUnreachableException, match="port is not open"):
         box.files.read("/etc/hostname")
@@ -197,7 +202,7 @@ def test_errors_as_the_e2b_client_sees_them(
 
 
 @pytest.mark.parametrize("ending", ["kill", "rollback"])
-def test_the_e2b_client_when_a_machine_ends_during_a_stream(
+def test_the_e2b_client_reports_a_machine_that_ends_during_a_stream(
     memory_gateway: MemoryGateway, api: httpx.Client, ending: str
 ) -> None:
     options: Any = {
@@ -207,16 +212,20 @@ def test_the_e2b_client_when_a_machine_ends_during_a_stream(
         "retries": 0,
     }
     box = e2b.Sandbox.create(template="base", **options)
-    one = api.get(f"/sandboxes/{box.sandbox_id}").json()
+    sandbox = api.get(f"/sandboxes/{box.sandbox_id}").json()
     api.post(f"/sandboxes/{box.sandbox_id}/snapshots", json={"name": "s1"})
-    started = memory_host._frame(0, {"event": {"start": {"pid": 7}}})
-    begun = b"HTTP/1.1 200 OK\r\nContent-Type: application/connect+json\r\nTransfer-Encoding: chunked\r\n\r\n"
+    start_frame = memory_host._encode_frame(0, {"event": {"start": {"pid": 7}}})
+    response_head = b"HTTP/1.1 200 OK\r\nContent-Type: application/connect+json\r\nTransfer-Encoding: chunked\r\n\r\n"
 
-    async def hold(reader: asyncio.StreamReader, _: asyncio.StreamWriter) -> None:
+    async def hold_connection(reader: asyncio.StreamReader, _: asyncio.StreamWriter) -> None:
         await reader.read(1)
 
     with raw_service(
-        memory_gateway, one, begun + b"%x\r\n%s\r\n" % (len(started), started), port=AGENT_PORT, then=hold
+        memory_gateway,
+        sandbox,
+        response_head + b"%x\r\n%s\r\n" % (len(start_frame), start_frame),
+        port=AGENT_PORT,
+        then=hold_connection,
     ):
         command = box.commands.run("sleep 100", background=True)
         assert command.pid == 7
@@ -224,13 +233,13 @@ def test_the_e2b_client_when_a_machine_ends_during_a_stream(
             assert box.kill()
         else:
             assert api.post(f"/sandboxes/{box.sandbox_id}/rollback", json={"snapshotID": "s1"}).status_code == 200
-        wanted = {
+        expected_errors = {
             "kill": e2b.exceptions.SandboxNotRunningException,
             "rollback": e2b.exceptions.SandboxUnreachableException,
         }
-        with pytest.raises(wanted[ending]):
+        with pytest.raises(expected_errors[ending]):
             command.wait()
-    assert box.is_running() == (ending == "rollback"), "the same client goes on"
+    assert box.is_running() == (ending == "rollback"), "the same client object still works"
 
 
 # --- signed URLs -----------------------------------------------------------------------------------------------------
@@ -239,12 +248,12 @@ def test_the_e2b_client_when_a_machine_ends_during_a_stream(
 def sign_query(
     operation: Any = "read", path: str = "/etc/hostname", user: str | None = None, **more: Any
 ) -> dict[str, str]:
-    made = get_signature(path, operation, user, more.pop("token", TOKEN), more.pop("seconds", None))
-    fields = {"path": path, "signature": made["signature"]}
+    signature = get_signature(path, operation, user, more.pop("token", TOKEN), more.pop("seconds", None))
+    fields = {"path": path, "signature": signature["signature"]}
     if user:
         fields["username"] = user
-    if made["expiration"] is not None:
-        fields["signature_expiration"] = str(made["expiration"])
+    if signature["expiration"] is not None:
+        fields["signature_expiration"] = str(signature["expiration"])
     return fields | more
 
 
@@ -257,32 +266,32 @@ def verify(fields: dict[str, str] | str, method: str = "GET", now: float = NOW) 
 @pytest.mark.parametrize("path", ["/etc/hostname", "a b/ü+&=?#%2F;x", "/with:colon:write:root", "~"])
 def test_a_signed_path_is_forwarded_unchanged(path: str, user: str | None) -> None:
     for operation, method in (("read", "GET"), ("write", "POST")):
-        passed = verify(sign_query(operation, path, user), method)
-        assert passed is not None
-        assert dict(parse_qsl(passed.decode())) == ({"path": path, "username": user} if user else {"path": path})
-        wrong = "POST" if method == "GET" else "GET"
-        assert verify(sign_query(operation, path, user), wrong) is None
+        forwarded = verify(sign_query(operation, path, user), method)
+        assert forwarded is not None
+        assert dict(parse_qsl(forwarded.decode())) == ({"path": path, "username": user} if user else {"path": path})
+        wrong_method = "POST" if method == "GET" else "GET"
+        assert verify(sign_query(operation, path, user), wrong_method) is None
     assert verify(sign_query("read", path, user, extra="1")) == verify(sign_query("read", path, user)), (
-        "the rest is left out"
+        "unsigned fields are dropped"
     )
 
 
 def test_invalid_signatures_are_refused() -> None:
-    good = sign_query("read", "/a", "bob")
-    assert verify(good) is not None
-    signed = good["signature"]
-    text = urlencode(good, quote_via=quote)
-    for bad in (
-        good | {"path": "/b"},
-        good | {"username": "root"},
-        {name: value for name, value in good.items() if name != "username"},
-        {name: value for name, value in good.items() if name != "path"},
-        {name: value for name, value in good.items() if name != "signature"},
-        good | {"signature": ""},
-        good | {"signature": signed[:-1]},
-        good | {"signature": signed.removeprefix("v1_")},
-        good | {"signature": "é"},
-        good | {"signature_expiration": str(NOW + 60)},
+    valid = sign_query("read", "/a", "bob")
+    assert verify(valid) is not None
+    signature = valid["signature"]
+    text = urlencode(valid, quote_via=quote)
+    for invalid in (
+        valid | {"path": "/b"},
+        valid | {"username": "root"},
+        {name: value for name, value in valid.items() if name != "username"},
+        {name: value for name, value in valid.items() if name != "path"},
+        {name: value for name, value in valid.items() if name != "signature"},
+        valid | {"signature": ""},
+        valid | {"signature": signature[:-1]},
+        valid | {"signature": signature.removeprefix("v1_")},
+        valid | {"signature": "é"},
+        valid | {"signature_expiration": str(NOW + 60)},
         sign_query("read", "/a", "bob", token="6" * 64),
         # A second value, which another parser might prefer.
         text + "&path=/b",
@@ -294,45 +303,57 @@ def test_invalid_signatures_are_refused() -> None:
         text.replace("%2Fa", "%ff"),
         "",
     ):
-        assert verify(bad) is None, bad
+        assert verify(invalid) is None, invalid
     for method in ("PUT", "DELETE", "HEAD", "OPTIONS"):
-        assert verify(good, method) is None
-    # Parts of the path, moved into the user's name: the signed text is the same.
-    moved = sign_query("read", "/a:write:root", None)
-    assert verify({"path": "/a", "username": "root:read:", "signature": moved["signature"]}, "POST") is None
-    assert verify(moved) == b"path=%2Fa%3Awrite%3Aroot"
+        assert verify(valid, method) is None
+    # Moving parts of the path into the user's name does not change the signed text.
+    signed_fields = sign_query("read", "/a:write:root", None)
+    assert verify({"path": "/a", "username": "root:read:", "signature": signed_fields["signature"]}, "POST") is None
+    assert verify(signed_fields) == b"path=%2Fa%3Awrite%3Aroot"
 
 
-def test_signatures_expire() -> None:
-    good = sign_query(seconds=60)
-    until = int(good["signature_expiration"])
-    assert verify(good, now=until) is not None
+def test_expired_signatures_are_refused() -> None:
+    valid = sign_query(seconds=60)
+    expiration = int(valid["signature_expiration"])
+    assert verify(valid, now=expiration) is not None
     with pytest.raises(Unauthorized, match="has expired"):
-        verify(good, now=until + 1)
-    later = {**good, "signature_expiration": str(until + 1)}
-    without = {name: value for name, value in good.items() if name != "signature_expiration"}
-    for bad in (later, without, {**good, "signature_expiration": "-1"}, {**good, "signature_expiration": f"+{until}"}):
-        assert verify(bad, now=until + 1) is None
-    assert verify({**good, "signature_expiration": "9" * 5000}) is None
+        verify(valid, now=expiration + 1)
+    extended = {**valid, "signature_expiration": str(expiration + 1)}
+    unlimited = {name: value for name, value in valid.items() if name != "signature_expiration"}
+    for invalid in (
+        extended,
+        unlimited,
+        {**valid, "signature_expiration": "-1"},
+        {**valid, "signature_expiration": f"+{expiration}"},
+    ):
+        assert verify(invalid, now=expiration + 1) is None
+    assert verify({**valid, "signature_expiration": "9" * 5000}) is None
 
 
-def test_signed_urls_over_http(memory_gateway: MemoryGateway, api: httpx.Client, keyless_client: httpx.Client) -> None:
-    one = create_sandbox(api, name="one")
+def test_signed_urls_are_accepted_over_http(
+    memory_gateway: MemoryGateway, api: httpx.Client, keyless_client: httpx.Client
+) -> None:
+    sandbox = create_sandbox(api, name="one")
     box = e2b.Sandbox.connect("one", api_key=ADMIN_KEY, api_url=memory_gateway.url, domain="sandbox.local")
     urls = [httpx.URL(box.download_url("/a b/ü", user="bob")), httpx.URL(box.download_url("/x"))]
     upload = httpx.URL(box.upload_url("/x", use_signature_expiration=60))
-    assert all(url.host == host(one) for url in (*urls, upload))
-    named = {"Host": host(one)}
-    with raw_service(memory_gateway, one, port=AGENT_PORT) as agent:
+    assert all(url.host == host(sandbox) for url in (*urls, upload))
+    host_headers = {"Host": host(sandbox)}
+    with raw_service(memory_gateway, sandbox, port=AGENT_PORT) as agent:
         for url, target in zip(urls, ("/files?path=%2Fa%20b%2F%C3%BC&username=bob", "/files?path=%2Fx"), strict=True):
-            for headers in (named, named | {"Authorization": "Basic cm9vdDo=", "X-Access-Token": "wrong"}):
+            for headers in (
+                host_headers,
+                host_headers | {"Authorization": "Basic cm9vdDo=", "X-Access-Token": "wrong"},
+            ):
                 assert keyless_client.get(url.raw_path.decode(), headers=headers).text == "ok"
                 assert agent.request_target() == target
-                assert agent.request_headers()["x-access-token"] == one["envdAccessToken"]
-                assert "authorization" not in agent.request_headers(), "it is good for the user it names"
-        assert keyless_client.post(upload.raw_path.decode(), headers=named, files={"file": b"new"}).text == "ok"
+                assert agent.request_headers()["x-access-token"] == sandbox["envdAccessToken"]
+                assert "authorization" not in agent.request_headers(), (
+                    "a signed URL is valid only for the user it names"
+                )
+        assert keyless_client.post(upload.raw_path.decode(), headers=host_headers, files={"file": b"new"}).text == "ok"
         assert agent.request_target() == "/files?path=%2Fx" and b"new" in agent.bodies[-1]
-        asked = len(agent.heads)
+        request_count = len(agent.heads)
         read, write = urls[1].query.decode(), upload.query.decode()
         for method, path in (
             ("POST", f"/files?{read}"),
@@ -343,18 +364,22 @@ def test_signed_urls_over_http(memory_gateway: MemoryGateway, api: httpx.Client,
             ("GET", f"/files?{read}&path=/etc/shadow"),
             ("GET", "/files?path=/x"),
         ):
-            assert keyless_client.request(method, path, headers=named).status_code == 401, path
+            assert keyless_client.request(method, path, headers=host_headers).status_code == 401, path
         other = create_sandbox(api)
         assert keyless_client.get(f"/files?{read}", headers=port_headers_with_host(other)).status_code == 401
-        assert keyless_client.get(f"/files?{read}", headers=port_headers_with_host(one, 49999)).status_code == 401
-        gone_by = get_signature("/x", "read", None, one["envdAccessToken"], -10)
-        expired = urlencode(
-            {"path": "/x", "signature": gone_by["signature"], "signature_expiration": gone_by["expiration"]}
+        assert keyless_client.get(f"/files?{read}", headers=port_headers_with_host(sandbox, 49999)).status_code == 401
+        expired_signature = get_signature("/x", "read", None, sandbox["envdAccessToken"], -10)
+        expired_query = urlencode(
+            {
+                "path": "/x",
+                "signature": expired_signature["signature"],
+                "signature_expiration": expired_signature["expiration"],
+            }
         )
-        answer = keyless_client.get(f"/files?{expired}", headers=named)
-        assert answer.status_code == 401 and "has expired" in answer.json()["message"]
-        assert len(agent.heads) == asked
-        assert gone_by["expiration"] is not None and gone_by["expiration"] < time.time()
+        response = keyless_client.get(f"/files?{expired_query}", headers=host_headers)
+        assert response.status_code == 401 and "has expired" in response.json()["message"]
+        assert len(agent.heads) == request_count
+        assert expired_signature["expiration"] is not None and expired_signature["expiration"] < time.time()
     api.delete("/sandboxes/one")
-    answer = keyless_client.get(f"/files?{read}", headers=named)
-    assert answer.status_code == 502 and "was not found" in answer.json()["message"]
+    response = keyless_client.get(f"/files?{read}", headers=host_headers)
+    assert response.status_code == 502 and "was not found" in response.json()["message"]

@@ -1,4 +1,4 @@
-"""Keys, scopes, the unix socket."""
+"""Access to the control plane by keys, their scopes, and the unix socket."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ def write_key_file(path: Path, text: str, mode: int = 0o600) -> Path:
     return path
 
 
-def test_key_file(tmp_path: Path) -> None:
-    keys = Keys.load(write_key_file(tmp_path / "keys", f"# who\n\nci  exec  {KEY}\nops admin {KEY}x\n"))
-    found = keys.find(KEY)
-    assert len(keys) == 2 and found and (found.name, found.permission) == ("ci", Permission.EXEC)
+def test_a_key_file_is_parsed(tmp_path: Path) -> None:
+    keys = Keys.load(write_key_file(tmp_path / "keys", f"# keys\n\nci  exec  {KEY}\nops admin {KEY}x\n"))
+    caller = keys.find(KEY)
+    assert len(keys) == 2 and caller and (caller.name, caller.permission) == ("ci", Permission.EXEC)
     assert keys.find(KEY[:-1]) is None and keys.find("") is None
 
 
@@ -39,9 +39,9 @@ def test_key_file(tmp_path: Path) -> None:
     ],
 )
 def test_errors_in_key_files_name_the_line(tmp_path: Path, text: str, words: str) -> None:
-    with pytest.raises(Invalid, match=words) as caught:
+    with pytest.raises(Invalid, match=words) as error_info:
         Keys.load(write_key_file(tmp_path / "keys", text))
-    assert "line" in caught.value.message and KEY not in caught.value.message
+    assert "line" in error_info.value.message and KEY not in error_info.value.message
 
 
 @pytest.mark.parametrize("mode", [0o640, 0o604, 0o620])
@@ -50,7 +50,7 @@ def test_a_key_file_that_others_can_read_is_refused(tmp_path: Path, mode: int) -
         Keys.load(write_key_file(tmp_path / "keys", f"ci exec {KEY}", mode))
 
 
-def test_a_missing_key_file(tmp_path: Path) -> None:
+def test_a_missing_key_file_is_refused(tmp_path: Path) -> None:
     with pytest.raises(Invalid, match="does not exist"):
         Keys.load(tmp_path / "keys")
 
@@ -63,7 +63,7 @@ def test_a_key_file_of_another_owner_is_refused(tmp_path: Path) -> None:
         Keys.load(file)
 
 
-def test_required_scopes() -> None:
+def test_each_route_requires_the_right_scope() -> None:
     assert required_permission("GET", "/sandboxes") is Permission.READ
     assert required_permission("POST", "/sandboxes/one/exec") is Permission.EXEC
     for method, path in (("POST", "/sandboxes"), ("DELETE", "/sandboxes/exec"), ("POST", "/snapshots/exec/fork")):
@@ -71,27 +71,27 @@ def test_required_scopes() -> None:
     assert required_permission("POST", "/templates/x/exec") is Permission.ADMIN
 
 
-def test_requests_without_a_key(memory_gateway: MemoryGateway) -> None:
-    with memory_gateway.client("") as nobody:
-        assert nobody.get("/health").status_code == 200
+def test_requests_without_a_valid_key_are_refused(memory_gateway: MemoryGateway) -> None:
+    with memory_gateway.client("") as keyless:
+        assert keyless.get("/health").status_code == 200
         for route in ("/sandboxes", "/openapi.json", "/metrics", "/nowhere", "/events"):
-            answer = nobody.get(route)
-            assert answer.status_code == 401, route
-            assert answer.json()["kind"] == "unauthorized" and answer.headers["www-authenticate"]
-        assert nobody.post("/sandboxes", content=b"{bad").status_code == 401
-        wrong = nobody.get("/sandboxes", headers={"X-API-Key": "wrong-key-0123456789"})
-        assert wrong.status_code == 401 and "is unknown" in wrong.json()["message"]
-        assert nobody.get("/sandboxes", headers={"Authorization": f"Bearer {READ_KEY}"}).status_code == 200
-        assert nobody.get("/sandboxes", headers={"Authorization": f"Basic {READ_KEY}"}).status_code == 401
+            response = keyless.get(route)
+            assert response.status_code == 401, route
+            assert response.json()["kind"] == "unauthorized" and response.headers["www-authenticate"]
+        assert keyless.post("/sandboxes", content=b"{bad").status_code == 401
+        wrong_key_response = keyless.get("/sandboxes", headers={"X-API-Key": "wrong-key-0123456789"})
+        assert wrong_key_response.status_code == 401 and "is unknown" in wrong_key_response.json()["message"]
+        assert keyless.get("/sandboxes", headers={"Authorization": f"Bearer {READ_KEY}"}).status_code == 200
+        assert keyless.get("/sandboxes", headers={"Authorization": f"Basic {READ_KEY}"}).status_code == 401
 
 
 def test_headers_cannot_make_a_caller_local(memory_gateway: MemoryGateway) -> None:
     spoofs = {"X-Forwarded-For": "unix", "X-Real-Ip": "", "Forwarded": "for=unix", "Host": "gateway", "X-Local": "1"}
-    with memory_gateway.client("") as nobody:
-        assert nobody.get("/sandboxes", headers=spoofs).status_code == 401
+    with memory_gateway.client("") as keyless:
+        assert keyless.get("/sandboxes", headers=spoofs).status_code == 401
 
 
-def test_scopes(memory_gateway: MemoryGateway) -> None:
+def test_requests_need_a_key_of_sufficient_scope(memory_gateway: MemoryGateway) -> None:
     with (
         memory_gateway.client(ADMIN_KEY) as admin,
         memory_gateway.client(EXEC_KEY) as runner,
@@ -101,9 +101,9 @@ def test_scopes(memory_gateway: MemoryGateway) -> None:
         assert reader.get("/sandboxes/one").status_code == runner.get("/sandboxes/one").status_code == 200
         body = {"args": ["exit", "0"]}
         assert runner.post("/sandboxes/one/exec", json=body).status_code == 200
-        refused = reader.post("/sandboxes/one/exec", json=body)
-        assert refused.status_code == 403 and refused.json()["kind"] == "forbidden"
-        assert "'looker'" in refused.json()["message"]
+        response = reader.post("/sandboxes/one/exec", json=body)
+        assert response.status_code == 403 and response.json()["kind"] == "forbidden"
+        assert "'looker'" in response.json()["message"]
         for caller in (runner, reader):
             assert caller.delete("/sandboxes/one").status_code == 403
             assert caller.post("/sandboxes", json={"templateID": "base"}).status_code == 403

@@ -1,4 +1,4 @@
-"""Errors have the same shape for every wrong request."""
+"""All errors have the same shape."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from tests.api.memory_gateway import ADMIN_KEY, MemoryGateway
 SHAPE = {"code", "message", "error", "kind", "blockers"}
 
 
-def check_refused(answer: httpx.Response, status: int, kind: str) -> str:
-    assert answer.status_code == status, answer.text
-    body = answer.json()
+def check_refused(response: httpx.Response, status: int, kind: str) -> str:
+    assert response.status_code == status, response.text
+    body = response.json()
     assert set(body) - {"details"} == SHAPE and body["code"] == status and body["kind"] == kind
     assert body["message"] == body["error"]
     message: str = body["message"]
@@ -41,13 +41,13 @@ def check_refused(answer: httpx.Response, status: int, kind: str) -> str:
         (b'{"templateID": "\\ud800"}', "templateID"),
     ],
 )
-def test_bad_bodies(api: httpx.Client, content: bytes, words: str) -> None:
-    answer = api.post("/sandboxes", content=content, headers={"Content-Type": "application/json"})
-    message = check_refused(answer, 400, "invalid")
+def test_invalid_bodies_are_refused(api: httpx.Client, content: bytes, words: str) -> None:
+    response = api.post("/sandboxes", content=content, headers={"Content-Type": "application/json"})
+    message = check_refused(response, 400, "invalid")
     assert words in message and len(message) < 400
 
 
-def test_a_form_is_not_json(api: httpx.Client) -> None:
+def test_a_form_is_refused(api: httpx.Client) -> None:
     message = check_refused(api.post("/sandboxes", data={"templateID": "base"}), 400, "invalid")
     assert "application/json" in message
 
@@ -79,30 +79,30 @@ def test_validation_errors_name_the_field_and_shorten_the_value(api: httpx.Clien
     assert api.get("/sandboxes").json() == []
 
 
-def test_many_mistakes_are_counted(api: httpx.Client) -> None:
+def test_errors_beyond_the_limit_are_counted(api: httpx.Client) -> None:
     body = {"templateID": "base", "metadata": {f"k{number}": number for number in range(50)}}
     assert "and 44 more" in check_refused(api.post("/sandboxes", json=body), 400, "invalid")
 
 
-def test_routes_and_methods(api: httpx.Client) -> None:
+def test_unknown_routes_and_methods_are_refused(api: httpx.Client) -> None:
     assert "GET /nowhere not found" in check_refused(api.get("/nowhere"), 404, "not_found")
-    answer = api.put("/sandboxes")
-    assert "accepts" in check_refused(answer, 405, "invalid") and answer.headers["allow"]
+    response = api.put("/sandboxes")
+    assert "accepts" in check_refused(response, 405, "invalid") and response.headers["allow"]
     assert len(check_refused(api.get("/" + "x" * 5000), 404, "not_found")) < 300
 
 
-def test_long_references(api: httpx.Client) -> None:
+def test_long_references_are_refused(api: httpx.Client) -> None:
     for route in ("/sandboxes/", "/snapshots/", "/templates/"):
         assert len(check_refused(api.get(route + "x" * 10_000), 400, "invalid")) < 300
     check_refused(api.get("/sandboxes/" + "x" * 100), 404, "not_found")
 
 
 @pytest.mark.parametrize("chunked", [False, True])
-def test_large_bodies(api: httpx.Client, chunked: bool) -> None:
+def test_oversized_bodies_are_refused(api: httpx.Client, chunked: bool) -> None:
     data = b'{"templateID": "' + b"x" * (5 << 20) + b'"}'
     content: Any = (data[start : start + 65536] for start in range(0, len(data), 65536)) if chunked else data
-    answer = api.post("/sandboxes", content=content, headers={"Content-Type": "application/json"})
-    assert "4 MiB" in check_refused(answer, 413, "invalid")
+    response = api.post("/sandboxes", content=content, headers={"Content-Type": "application/json"})
+    assert "4 MiB" in check_refused(response, 413, "invalid")
 
 
 def test_an_internal_error_has_an_incident_id_and_no_traceback(
@@ -111,19 +111,19 @@ def test_an_internal_error_has_an_incident_id_and_no_traceback(
     def fail_unexpectedly() -> list[Any]:
         raise ZeroDivisionError("secret detail")
 
-    honest = memory_gateway.engine.sandboxes.list
+    original = memory_gateway.engine.sandboxes.list
     memory_gateway.engine.sandboxes.list = fail_unexpectedly  # type: ignore[method-assign]
     try:
         message = check_refused(api.get("/sandboxes"), 500, "internal")
     finally:
-        memory_gateway.engine.sandboxes.list = honest  # type: ignore[method-assign]
+        memory_gateway.engine.sandboxes.list = original  # type: ignore[method-assign]
     assert "incident" in message and "secret" not in message and "Zero" not in message
 
 
-def test_garbage_on_the_wire_affects_nobody(memory_gateway: MemoryGateway, api: httpx.Client) -> None:
+def test_malformed_requests_do_not_affect_other_clients(memory_gateway: MemoryGateway, api: httpx.Client) -> None:
     for data in (b"\x00\xff\r\n\r\n", b"GET / HTTP/9.9\r\n\r\n", b"GET /" + b"x" * 100_000, b"POST / HTTP/1.1\r\nHo"):
-        with socket.create_connection(("127.0.0.1", memory_gateway.port), timeout=5) as raw:
-            raw.sendall(data)
+        with socket.create_connection(("127.0.0.1", memory_gateway.port), timeout=5) as connection:
+            connection.sendall(data)
     with memory_gateway.client(ADMIN_KEY) as client:
         assert client.get("/sandboxes").status_code == 200
 
@@ -139,19 +139,19 @@ def test_garbage_on_the_wire_affects_nobody(memory_gateway: MemoryGateway, api: 
         ("/lineage?root=nothing", "sandbox", ""),
     ],
 )
-def test_not_found_says_what_as_data(api: httpx.Client, route: str, resource: str, parent: str | None) -> None:
+def test_not_found_details_name_the_resource(api: httpx.Client, route: str, resource: str, parent: str | None) -> None:
     body = api.get(route).json()
     assert body["kind"] == "not_found" and body["details"]["resource"] == resource
     assert parent is None or body["details"]["parent"] == parent
 
 
-def test_not_found_in_another_object_names_that(api: httpx.Client) -> None:
+def test_not_found_details_name_the_parent(api: httpx.Client) -> None:
     api.post("/volumes", json={"name": "data"})
     api.post("/sandboxes", json={"templateID": "base", "name": "one"})
-    lost = api.delete("/volumes/data/snapshots/never").json()
-    assert lost["details"] == {"resource": "volume_snapshot", "parent": "data"}
+    body = api.delete("/volumes/data/snapshots/never").json()
+    assert body["details"] == {"resource": "volume_snapshot", "parent": "data"}
     assert api.delete("/sandboxes/one/volumes/data").json()["details"] == {"resource": "mount", "parent": "one"}
 
 
-def test_an_error_without_details_has_no_such_field(api: httpx.Client) -> None:
+def test_an_error_without_details_omits_the_field(api: httpx.Client) -> None:
     assert set(api.post("/templates", json={}).json()) == SHAPE

@@ -17,94 +17,101 @@ from tests.api.test_sandboxes import create_sandbox
 def collect(
     memory_gateway: MemoryGateway, operation: str, until: str, ready: threading.Event
 ) -> list[tuple[str, dict[str, Any]]]:
-    found: list[tuple[str, dict[str, Any]]] = []
+    events: list[tuple[str, dict[str, Any]]] = []
     kind = ""
-    with memory_gateway.client() as client, client.stream("GET", "/events", params={"operation": operation}) as answer:
-        assert answer.headers["content-type"].startswith("text/event-stream")
-        for line in answer.iter_lines():
+    with (
+        memory_gateway.client() as client,
+        client.stream("GET", "/events", params={"operation": operation}) as response,
+    ):
+        assert response.headers["content-type"].startswith("text/event-stream")
+        for line in response.iter_lines():
             if line == ": connected":
                 ready.set()
             elif line.startswith("event: "):
                 kind = line.removeprefix("event: ")
             elif line.startswith("data: "):
-                found.append((kind, json.loads(line.removeprefix("data: "))))
-                if kind == until and found[-1][1].get("done") == found[-1][1].get("total"):
-                    return found
-    return found
+                events.append((kind, json.loads(line.removeprefix("data: "))))
+                if kind == until and events[-1][1].get("done") == events[-1][1].get("total"):
+                    return events
+    return events
 
 
 def listen(
     memory_gateway: MemoryGateway, operation: str, until: str
 ) -> tuple[threading.Thread, list[tuple[str, dict[str, Any]]]]:
-    found: list[tuple[str, dict[str, Any]]] = []
+    events: list[tuple[str, dict[str, Any]]] = []
     ready = threading.Event()
     thread = threading.Thread(
-        target=lambda: found.extend(collect(memory_gateway, operation, until, ready)), daemon=True
+        target=lambda: events.extend(collect(memory_gateway, operation, until, ready)), daemon=True
     )
     thread.start()
     assert ready.wait(30)
-    return thread, found
+    return thread, events
 
 
 def test_an_operation_reports_only_its_own_progress(memory_gateway: MemoryGateway, api: httpx.Client) -> None:
     create_sandbox(api, name="one")
-    thread, found = listen(memory_gateway, "abc123", "fork.progress")
+    thread, events = listen(memory_gateway, "abc123", "fork.progress")
     create_sandbox(api, name="other")
-    made = api.post("/sandboxes/one/clone", json={"count": 3}, headers={"X-Operation-Id": "abc123"})
-    assert made.status_code == 201
+    response = api.post("/sandboxes/one/clone", json={"count": 3}, headers={"X-Operation-Id": "abc123"})
+    assert response.status_code == 201
     thread.join(30)
-    assert [(kind, data["done"], data["total"]) for kind, data in found] == [
+    assert [(kind, data["done"], data["total"]) for kind, data in events] == [
         ("fork.progress", number, 3) for number in (1, 2, 3)
     ]
-    assert all(data["operation"] == "abc123" and data["sandboxID"] and data["at"] for _, data in found)
+    assert all(data["operation"] == "abc123" and data["sandboxID"] and data["at"] for _, data in events)
 
 
 def test_every_change_is_reported(memory_gateway: MemoryGateway, api: httpx.Client) -> None:
-    thread, found = listen(memory_gateway, "", "sandbox.killed")
-    made = create_sandbox(api, name="one")
+    thread, events = listen(memory_gateway, "", "sandbox.killed")
+    sandbox = create_sandbox(api, name="one")
     api.delete("/sandboxes/one")
     thread.join(30)
-    assert [(kind, data["sandboxID"]) for kind, data in found] == [
-        ("sandbox.created", made["sandboxID"]),
-        ("sandbox.killed", made["sandboxID"]),
+    assert [(kind, data["sandboxID"]) for kind, data in events] == [
+        ("sandbox.created", sandbox["sandboxID"]),
+        ("sandbox.killed", sandbox["sandboxID"]),
     ]
 
 
 def test_listeners_are_removed_when_they_disconnect(memory_gateway: MemoryGateway, api: httpx.Client) -> None:
-    before = len(memory_gateway.engine.events._queues)
+    queue_count = len(memory_gateway.engine.events._queues)
     for _ in range(3):
         thread, _ = listen(memory_gateway, "", "sandbox.killed")
         create_sandbox(api, name="one")
         api.delete("/sandboxes/one")
         thread.join(30)
     deadline = time.monotonic() + 30
-    while len(memory_gateway.engine.events._queues) > before and time.monotonic() < deadline:
+    while len(memory_gateway.engine.events._queues) > queue_count and time.monotonic() < deadline:
         time.sleep(0.05)
-    # A queue of an earlier test may have been removed meanwhile.
-    assert len(memory_gateway.engine.events._queues) <= before
+    # A queue of an earlier test may also have been removed.
+    assert len(memory_gateway.engine.events._queues) <= queue_count
 
 
 @pytest.mark.parametrize("route", ["/sandboxes", "/snapshots/s1/fork", "/sandboxes/one/clone"])
-def test_a_disconnect_leaves_nothing_incomplete(memory_gateway: MemoryGateway, api: httpx.Client, route: str) -> None:
+def test_a_disconnect_leaves_no_incomplete_sandbox(
+    memory_gateway: MemoryGateway, api: httpx.Client, route: str
+) -> None:
     create_sandbox(api, name="one")
     api.post("/sandboxes/one/snapshots", json={"name": "s1"})
-    before = memory_gateway.host.forked
+    fork_count = memory_gateway.host.forked
     memory_gateway.host.slow = 1.0
-    with memory_gateway.client() as hasty, pytest.raises(httpx.ReadTimeout):
-        hasty.post(route, json={"templateID": "base", "count": 2}, timeout=0.3)
+    with memory_gateway.client() as impatient_client, pytest.raises(httpx.ReadTimeout):
+        impatient_client.post(route, json={"templateID": "base", "count": 2}, timeout=0.3)
     deadline = time.monotonic() + 30
-    while memory_gateway.host.forked == before and time.monotonic() < deadline:
+    while memory_gateway.host.forked == fork_count and time.monotonic() < deadline:
         time.sleep(0.02)
     time.sleep(1.2)
-    assert memory_gateway.host.forked > before, "the fork was under way"
+    assert memory_gateway.host.forked > fork_count, "the fork has started"
     assert [item["name"] for item in api.get("/sandboxes").json()] == ["one"]
     assert len(memory_gateway.host.machines) == 1
 
 
-def test_a_command_ends_with_its_client_and_delays_no_request(memory_gateway: MemoryGateway, api: httpx.Client) -> None:
+def test_a_command_whose_client_disconnected_delays_no_request(
+    memory_gateway: MemoryGateway, api: httpx.Client
+) -> None:
     create_sandbox(api, name="one")
-    with memory_gateway.client() as hasty, pytest.raises(httpx.ReadTimeout):
-        hasty.post("/sandboxes/one/exec", json={"args": ["sleep", "30"]}, timeout=0.3)
-    begun = time.monotonic()
+    with memory_gateway.client() as impatient_client, pytest.raises(httpx.ReadTimeout):
+        impatient_client.post("/sandboxes/one/exec", json={"args": ["sleep", "30"]}, timeout=0.3)
+    started_at = time.monotonic()
     assert api.delete("/sandboxes/one").status_code == 204
-    assert time.monotonic() - begun < 5
+    assert time.monotonic() - started_at < 5

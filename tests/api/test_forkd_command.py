@@ -1,4 +1,4 @@
-"""The command `forkd` and its port, above a served gateway; uses the published client where possible."""
+"""The command `forkd` and its port, with a served gateway and, where possible, the published client."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ _SECONDS = 20
 
 @pytest.fixture
 def target(memory_gateway: MemoryGateway, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
-    """The address of the future port; the command is on PATH and configured for the gateway."""
+    """The address that the command will listen on. The command is on PATH and configured for the gateway."""
     address = f"127.0.0.1:{session.free_port()}"
     forkd_command.install(tmp_path)
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
@@ -42,7 +42,7 @@ def target(memory_gateway: MemoryGateway, tmp_path: Path, monkeypatch: pytest.Mo
 
 @pytest.fixture
 def start(target: str, tmp_path: Path) -> Iterator[Start]:
-    """Start the command, with its modules changed by ``settings``; returns when it listens."""
+    """Start the command with ``settings`` assigned in its modules, and wait until it listens."""
     running: list[subprocess.Popen[str]] = []
 
     def start_with(*args: str, settings: tuple[str, ...] = ()) -> subprocess.Popen[str]:
@@ -61,40 +61,40 @@ def start(target: str, tmp_path: Path) -> Iterator[Start]:
 
 
 @pytest.fixture
-def failing(target: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Callable[..., str]:
-    """The command's error message; runs in this process, because starting the command takes longer than its work."""
+def read_error(target: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Callable[..., str]:
+    """Run the command in this process, which is faster than starting it, and return its error message."""
     monkeypatch.syspath_prepend(str(forkd_command.PACKAGE / "src"))
     from sandbox_gateway_forkd.command import main  # type: ignore[import-not-found]
 
-    def read_error(*args: str) -> str:
+    def run_and_read_error(*args: str) -> str:
         assert main(args) == 1
         return capsys.readouterr().err
 
-    return read_error
+    return run_and_read_error
 
 
 def list_sandboxes(api: httpx.Client) -> list[str]:
     return [sandbox["id"] for sandbox in api.get("/v1/sandboxes").json()]
 
 
-def exchange(target: str, sent: bytes, *, half_close: bool = True) -> list[dict[str, Any]]:
-    """The answers to ``sent``, until the peer closes."""
+def exchange(target: str, request: bytes, *, half_close: bool = True) -> list[dict[str, Any]]:
+    """Send ``request``, and return the responses until the peer closes."""
     host, _, port = target.rpartition(":")
-    heard = b""
+    received = b""
     with socket.create_connection((host, int(port)), timeout=_SECONDS) as connection:
-        connection.sendall(sent)
+        connection.sendall(request)
         if half_close:
             connection.shutdown(socket.SHUT_WR)
         while piece := connection.recv(1 << 16):
-            heard += piece
-    return [json.loads(line) for line in heard.splitlines()]
+            received += piece
+    return [json.loads(line) for line in received.splitlines()]
 
 
 @contextlib.contextmanager
 def other_server() -> Iterator[str]:
-    """A server that answers every request with an empty object."""
+    """Run a server that responds to every request with an empty object."""
 
-    class Answers(BaseHTTPRequestHandler):
+    class Handler(BaseHTTPRequestHandler):
         def do_POST(self) -> None:
             self.send_response(200)
             self.send_header("Content-Length", "2")
@@ -104,7 +104,7 @@ def other_server() -> Iterator[str]:
         def log_message(self, *_: object) -> None:
             pass
 
-    with HTTPServer(("127.0.0.1", 0), Answers) as server:
+    with HTTPServer(("127.0.0.1", 0), Handler) as server:
         thread = threading.Thread(target=server.serve_forever, daemon=True)
         thread.start()
         try:
@@ -116,40 +116,42 @@ def other_server() -> Iterator[str]:
 
 def test_the_published_client_spawns_and_kills(api: httpx.Client, target: str) -> None:
     with forkd.Sandbox(tag="base", target=target) as sandbox:
-        (there,) = list_sandboxes(api)
+        (sandbox_id,) = list_sandboxes(api)
         assert sandbox.commands.run(["write", "k", "v"]).exit_code == 0
         assert sandbox.commands.run(["read", "k"]) == forkd.CommandResult(stdout="v", stderr="", exit_code=0)
-        missing = sandbox.commands.run("nonsense")
-        assert missing.exit_code == 127 and "not found" in missing.stderr
-        late = sandbox.commands.run(["sleep", "9"], timeout=1)
-        assert late.exit_code == 137 and "did not end within 1 s" in late.stderr
+        missing_program = sandbox.commands.run("nonsense")
+        assert missing_program.exit_code == 127 and "not found" in missing_program.stderr
+        timed_out = sandbox.commands.run(["sleep", "9"], timeout=1)
+        assert timed_out.exit_code == 137 and "did not end within 1 s" in timed_out.stderr
         assert sandbox.commands.run([]).stderr.startswith("args: ")
         assert sandbox.eval("1 + 1") == "2" and sandbox.eval("x = 5") == "None" and sandbox.eval("x") == "5"
         with pytest.raises(RuntimeError, match="forkd eval: NameError"):
             sandbox.eval("y")
         assert sandbox.ping()["pong"] is True
-        api.delete(f"/v1/sandboxes/{there}").raise_for_status()
+        api.delete(f"/v1/sandboxes/{sandbox_id}").raise_for_status()
         assert "not found" in sandbox.commands.run(["exit", "0"]).stderr
     assert list_sandboxes(api) == []
 
 
-def test_a_failure_reaches_the_clients_user(api: httpx.Client, target: str) -> None:
+def test_a_failure_of_the_command_reaches_the_client(api: httpx.Client, target: str) -> None:
     with pytest.raises(RuntimeError, match=r"exited with code 1:\nforkd: snapshot 'missing' not found"):
         forkd.Sandbox.create(tag="missing", target=target)
 
 
-def test_several_sandboxes_over_the_unix_socket(
+def test_the_command_creates_several_sandboxes_over_the_unix_socket(
     memory_gateway: MemoryGateway, api: httpx.Client, start: Start, target: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("FORKD_URL", memory_gateway.unix_url)
     monkeypatch.delenv("FORKD_TOKEN")
     process = start("fork", "--tag", "base", "-n", "3", "--settle-secs", "3600")
     assert process.stdout is not None
-    made = [process.stdout.readline().strip() for _ in range(3)]
-    assert sorted(made) == sorted(list_sandboxes(api))
+    created = [process.stdout.readline().strip() for _ in range(3)]
+    assert sorted(created) == sorted(list_sandboxes(api))
     sandbox = forkd.Sandbox(target=target, spawn=False)
     sandbox.commands.run(["write", "k", "v"])
-    assert [memory_gateway.machine(each).state for each in made] == [{"k": "v"}, {}, {}], "the first is served"
+    assert [memory_gateway.machine(sandbox_id).state for sandbox_id in created] == [{"k": "v"}, {}, {}], (
+        "the port serves the first sandbox"
+    )
     process.send_signal(signal.SIGINT)
     assert process.wait(_SECONDS) == 0 and list_sandboxes(api) == []
     with pytest.raises(ConnectionRefusedError):
@@ -158,8 +160,8 @@ def test_several_sandboxes_over_the_unix_socket(
 
 def test_the_command_ends_at_the_timeout(api: httpx.Client, target: str) -> None:
     argv = ["forkd", "fork", "--tag", "base", "--settle-secs", "0"]
-    done = subprocess.run(argv, capture_output=True, text=True, timeout=_SECONDS, check=True)
-    assert len(done.stdout.split()) == 1 and list_sandboxes(api) == []
+    result = subprocess.run(argv, capture_output=True, text=True, timeout=_SECONDS, check=True)
+    assert len(result.stdout.split()) == 1 and list_sandboxes(api) == []
 
 
 def test_the_sandbox_of_a_killed_command_expires(
@@ -167,7 +169,7 @@ def test_the_sandbox_of_a_killed_command_expires(
 ) -> None:
     process = start("fork", "--tag", "base", "-n", "2", settings=("command.LEASE_SECONDS = 2",))
     time.sleep(2.2)
-    assert len(list_sandboxes(api)) == 2, "their lives are prolonged"
+    assert len(list_sandboxes(api)) == 2, "the leases are renewed"
     process.kill()
     eventually(lambda: list_sandboxes(api) == [], _SECONDS)
 
@@ -181,43 +183,45 @@ def test_the_command_ends_with_its_sandbox(api: httpx.Client, start: Start) -> N
     assert process.returncode == 1 and "not found" in errors and list_sandboxes(api) == []
 
 
-def test_attach(memory_gateway: MemoryGateway, api: httpx.Client, start: Start, target: str) -> None:
-    made = api.post("/v1/sandboxes", json={"snapshot_tag": "base"}).json()[0]["id"]
-    process = start("attach", made)
+def test_attach_serves_an_existing_sandbox(
+    memory_gateway: MemoryGateway, api: httpx.Client, start: Start, target: str
+) -> None:
+    sandbox_id = api.post("/v1/sandboxes", json={"snapshot_tag": "base"}).json()[0]["id"]
+    process = start("attach", sandbox_id)
     sandbox = forkd.Sandbox(target=target, spawn=False)
     assert sandbox.eval("6 * 7") == "42"
     process.terminate()
-    assert process.wait(_SECONDS) == 0 and list_sandboxes(api) == [made]
+    assert process.wait(_SECONDS) == 0 and list_sandboxes(api) == [sandbox_id]
 
 
-def test_startup_errors(
+def test_startup_errors_are_reported(
     memory_gateway: MemoryGateway,
     api: httpx.Client,
     target: str,
-    failing: Callable[..., str],
+    read_error: Callable[..., str],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     fork = ("fork", "--tag", "base")
-    assert "'gone' not found" in failing("attach", "gone")
+    assert "'gone' not found" in read_error("attach", "gone")
     with socket.create_server(("127.0.0.1", int(target.rpartition(":")[2]))):
-        assert "listens on" in failing(*fork)
+        assert "listens on" in read_error(*fork)
     local = "set FORKD_TARGET=127.0.0.1:8888"
-    assert f"not an address of this machine: {local}" in failing(*fork, "--listen", "192.0.2.1:8888")
-    assert "no authentication" in failing(*fork, "--listen", f"0.0.0.0:{session.free_port()}")
-    assert "HOST:PORT" in failing(*fork, "--listen", "8888")
+    assert f"not an address of this machine: {local}" in read_error(*fork, "--listen", "192.0.2.1:8888")
+    assert "no authentication" in read_error(*fork, "--listen", f"0.0.0.0:{session.free_port()}")
+    assert "HOST:PORT" in read_error(*fork, "--listen", "8888")
     monkeypatch.setenv("FORKD_TOKEN", READ_KEY)
-    assert "needs a key with scope admin" in failing(*fork)
+    assert "needs a key with scope admin" in read_error(*fork)
     monkeypatch.setenv("FORKD_TOKEN", "nonsense-0123456789")
-    assert "set FORKD_TOKEN" in failing(*fork)
+    assert "set FORKD_TOKEN" in read_error(*fork)
     monkeypatch.setenv("FORKD_URL", f"http://127.0.0.1:{session.free_port()}")
-    assert "cannot be reached" in failing(*fork)
+    assert "cannot be reached" in read_error(*fork)
     monkeypatch.setenv("FORKD_URL", "unix:///nowhere/gateway.sock")
-    assert "cannot be reached" in failing(*fork)
+    assert "cannot be reached" in read_error(*fork)
     with other_server() as url:
         monkeypatch.setenv("FORKD_URL", url)
-        assert "is not a gateway" in failing(*fork)
+        assert "is not a gateway" in read_error(*fork)
     monkeypatch.setenv("FORKD_URL", "ftp://gateway")
-    assert "not a gateway's address" in failing(*fork)
+    assert "not a gateway's address" in read_error(*fork)
     assert list_sandboxes(api) == []
 
 
@@ -226,22 +230,22 @@ def test_all_addresses_are_allowed_on_request(api: httpx.Client, start: Start, t
     assert forkd.Sandbox(target=target, spawn=False).ping()["pong"] is True
 
 
-def test_the_help_contains_a_warning(target: str, failing: object, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_help_contains_a_warning(target: str, read_error: object, capsys: pytest.CaptureFixture[str]) -> None:
     from sandbox_gateway_forkd.command import main
 
     for command in ("fork", "attach"):
         with pytest.raises(SystemExit):
             main([command, "--help"])
         assert "no authentication" in " ".join(capsys.readouterr().out.split())
-    for wrong in (["fork"], ["fork", "--tag", "x", "-n", "0"], ["fork", "--tag", "x", "--settle-secs", "nan"], []):
-        with pytest.raises(SystemExit) as ended:
-            main(wrong)
-        assert ended.value.code == 2
+    for argv in (["fork"], ["fork", "--tag", "x", "-n", "0"], ["fork", "--tag", "x", "--settle-secs", "nan"], []):
+        with pytest.raises(SystemExit) as error_info:
+            main(argv)
+        assert error_info.value.code == 2
 
 
-def test_misbehaving_clients(api: httpx.Client, start: Start, target: str) -> None:
-    """The clients connect one after the other. None of them affects the next."""
-    start("fork", "--tag", "base", settings=("port.IDLE_SECONDS = 2", "port.MOST_CONNECTIONS = 4"))
+def test_misbehaving_clients_do_not_affect_others(api: httpx.Client, start: Start, target: str) -> None:
+    """The clients connect one after the other, and none of them affects the next."""
+    start("fork", "--tag", "base", settings=("port.IDLE_SECONDS = 2", "port.MAX_CONNECTIONS = 4"))
     for line, words in (
         (b"{\xff\xfe\n", "JSON"),
         (b'POST / HTTP/1.1\r\n\r\n{"action": "exec", "args": ["touch", "/tmp/x"]}\n', "JSON object"),
@@ -256,22 +260,22 @@ def test_misbehaving_clients(api: httpx.Client, start: Start, target: str) -> No
         (b'{"action": "exec"}\n', "args"),
         (b'{"action": "eval"}\n', "code"),
     ):
-        (answer,) = exchange(target, line)
-        assert words in answer["error"] and answer["exit_code"] == 1, line[:80]
+        (response,) = exchange(target, line)
+        assert words in response["error"] and response["exit_code"] == 1, line[:80]
     assert exchange(target, b"") == []
-    assert [one["pong"] for one in exchange(target, b'{"action": "ping"}\n' * 3)] == [True] * 3
+    assert [pong["pong"] for pong in exchange(target, b'{"action": "ping"}\n' * 3)] == [True] * 3
     host, _, port = target.rpartition(":")
     with pytest.raises(OSError), socket.create_connection((host, int(port)), timeout=_SECONDS) as connection:
         for _ in range(100):
             connection.sendall(b"x" * (1 << 20))
-    idle = [socket.create_connection((host, int(port)), timeout=_SECONDS) for _ in range(4)]
+    idle_connections = [socket.create_connection((host, int(port)), timeout=_SECONDS) for _ in range(4)]
     try:
-        idle[0].sendall(b'{"action"')
+        idle_connections[0].sendall(b'{"action"')
         assert "connections is reached" in exchange(target, b"")[0]["error"]
-        for connection in idle:
+        for connection in idle_connections:
             with contextlib.suppress(ConnectionResetError):
-                assert connection.recv(1) == b"", "who says nothing for long is let go"
+                assert connection.recv(1) == b"", "idle clients are disconnected"
     finally:
-        for connection in idle:
+        for connection in idle_connections:
             connection.close()
     assert forkd.Sandbox(target=target, spawn=False).ping()["pong"] is True

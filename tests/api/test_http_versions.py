@@ -1,4 +1,4 @@
-"""The gateway speaks only HTTP/1.1; E2B's client offers HTTP/2 over TLS and accepts HTTP/1.1."""
+"""The gateway supports only HTTP/1.1; E2B's client offers HTTP/2 over TLS and accepts HTTP/1.1."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def test_the_e2b_client_works_without_settings(tmp_path: Path, certificate: tupl
         gateway.build_template("base", packages=["python3"])
         url = f"https://localhost:{gateway.port}"
         options = {"api_key": ADMIN_KEY, "api_url": url, "sandbox_url": url, "http_version": "2"}
-        ended = subprocess.run(
+        result = subprocess.run(
             [sys.executable, "-c", _SCRIPT, json.dumps(options)],
             env=os.environ | {"SSL_CERT_FILE": str(cert)},
             capture_output=True,
@@ -52,6 +52,6 @@ def test_the_e2b_client_works_without_settings(tmp_path: Path, certificate: tupl
             timeout=60,
             check=False,
         )
-        assert ended.stdout.split() == ["True", "True", "False"], ended.stderr
+        assert result.stdout.split() == ["True", "True", "False"], result.stderr
     finally:
         gateway.end()

@@ -1,4 +1,4 @@
-"""The OpenAPI document, and the gateway's answers to valid and invalid requests."""
+"""The OpenAPI document, and the gateway's responses to valid and invalid requests."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ from sandbox_gateway.server.serving import document
 from tests.api.memory_gateway import ADMIN_KEY, MemoryGateway
 
 EXAMPLES = 8
-"""Requests of each route."""
+"""Number of requests per route."""
 REFS = ("base", "one", "vol", "nothing")
 
 
 @pytest.fixture(scope="module")
-def own(tmp_path_factory: pytest.TempPathFactory) -> Iterator[MemoryGateway]:
-    """A separate gateway: the requests may rename or remove anything on it."""
+def fuzzed_gateway(tmp_path_factory: pytest.TempPathFactory) -> Iterator[MemoryGateway]:
+    """A separate gateway, because the requests may rename or remove anything on it."""
     gateway = MemoryGateway(tmp_path_factory.mktemp("fuzzed"), limits={"sandboxes": 20})
     try:
         gateway.build_template("base")
@@ -38,15 +38,17 @@ def own(tmp_path_factory: pytest.TempPathFactory) -> Iterator[MemoryGateway]:
         gateway.end()
 
 
-def operations() -> list[Any]:
-    """Every route of the document except the one with an endless answer."""
-    raw = document()
-    del raw["paths"]["/events"]
-    return [operation.ok() for operation in schemathesis.openapi.from_dict(raw).get_all_operations()]
+def list_operations() -> list[Any]:
+    """Return every operation of the document except the one with an endless response."""
+    schema = document()
+    del schema["paths"]["/events"]
+    return [operation.ok() for operation in schemathesis.openapi.from_dict(schema).get_all_operations()]
 
 
-@pytest.mark.parametrize("operation", operations(), ids=lambda one: f"{one.method.upper()} {one.path}")
-def test_answers_match_the_document(own: MemoryGateway, operation: Any) -> None:
+@pytest.mark.parametrize(
+    "operation", list_operations(), ids=lambda operation: f"{operation.method.upper()} {operation.path}"
+)
+def test_responses_match_the_document(fuzzed_gateway: MemoryGateway, operation: Any) -> None:
     checks = [not_a_server_error, status_code_conformance, content_type_conformance, response_schema_conformance]
 
     @settings(max_examples=EXAMPLES, deadline=None, suppress_health_check=list(HealthCheck), database=None)
@@ -55,33 +57,33 @@ def test_answers_match_the_document(own: MemoryGateway, operation: Any) -> None:
     def try_request(case: Any) -> None:
         if "ref" in case.path_parameters and case.path_parameters["ref"] not in ("", ".", ".."):
             case.path_parameters["ref"] = REFS[len(case.path_parameters["ref"]) % len(REFS)]
-        response = case.call(base_url=own.url, headers={"X-API-Key": ADMIN_KEY}, timeout=20)
+        response = case.call(base_url=fuzzed_gateway.url, headers={"X-API-Key": ADMIN_KEY}, timeout=20)
         case.validate_response(response, checks=checks)
 
     try_request()
 
 
-def test_the_document_is_complete(own: MemoryGateway) -> None:
-    with own.client(ADMIN_KEY) as client:
-        raw = client.get("/openapi.json").json()
-    assert raw["components"]["securitySchemes"].keys() == {"key", "bearer"}
-    for path, item in raw["paths"].items():
+def test_the_document_is_complete(fuzzed_gateway: MemoryGateway) -> None:
+    with fuzzed_gateway.client(ADMIN_KEY) as client:
+        schema = client.get("/openapi.json").json()
+    assert schema["components"]["securitySchemes"].keys() == {"key", "bearer"}
+    for path, item in schema["paths"].items():
         for method, operation in item.items():
             assert operation["summary"], (path, method)
             assert "422" not in operation["responses"]
             assert operation["responses"]["400"]["content"]["application/json"]["schema"]["$ref"].endswith("ErrorShape")
-    assert raw["paths"]["/health"]["get"]["security"] == []
+    assert schema["paths"]["/health"]["get"]["security"] == []
 
 
-def test_metrics(own: MemoryGateway) -> None:
-    with own.client(ADMIN_KEY) as client:
+def test_metrics_count_sandboxes_and_requests(fuzzed_gateway: MemoryGateway) -> None:
+    with fuzzed_gateway.client(ADMIN_KEY) as client:
         client.get("/sandboxes/nothing")
         text = client.get("/metrics").text
     assert 'sandbox_gateway_sandboxes{state="running"}' in text
     assert 'route="/sandboxes/{ref}",status="404"' in text
 
 
-def test_health_needs_no_key(own: MemoryGateway) -> None:
-    answer = httpx.get(f"{own.url}/health")
-    assert answer.status_code == 200
-    assert answer.json().keys() == {"status", "sandboxes", "version", "backend"}
+def test_health_needs_no_key(fuzzed_gateway: MemoryGateway) -> None:
+    response = httpx.get(f"{fuzzed_gateway.url}/health")
+    assert response.status_code == 200
+    assert response.json().keys() == {"status", "sandboxes", "version", "backend"}

@@ -13,10 +13,10 @@ from tests.api.test_sandboxes import create_sandbox
 def walk_pages(api: httpx.Client, route: str, key: str, **params: str | int) -> list[list[str]]:
     pages, token = [], ""
     while True:
-        answer = api.get(route, params={**params, **({"nextToken": token} if token else {})})
-        assert answer.status_code == 200, answer.text
-        pages.append([item[key] for item in answer.json()])
-        token = answer.headers.get("x-next-token", "")
+        response = api.get(route, params={**params, **({"nextToken": token} if token else {})})
+        assert response.status_code == 200, response.text
+        pages.append([item[key] for item in response.json()])
+        token = response.headers.get("x-next-token", "")
         if not token:
             return pages
 
@@ -30,7 +30,7 @@ def test_every_page_is_returned(api: httpx.Client) -> None:
     assert walk_pages(api, "/v2/sandboxes", "name", limit=3, order="desc") == [names[:1:-1], names[1::-1]]
 
 
-def test_changes_between_pages(api: httpx.Client) -> None:
+def test_changes_between_pages_do_not_shift_entries(api: httpx.Client) -> None:
     for number in range(4):
         create_sandbox(api, name=f"n{number}")
     first = api.get("/sandboxes", params={"limit": 2})
@@ -41,7 +41,7 @@ def test_changes_between_pages(api: httpx.Client) -> None:
     assert [item["name"] for item in second.json()] == ["n3", "n4"]
 
 
-def test_snapshots_and_templates_have_pages(api: httpx.Client) -> None:
+def test_snapshots_and_templates_are_paged(api: httpx.Client) -> None:
     create_sandbox(api, name="one")
     for number in range(3):
         api.post("/sandboxes/one/snapshots", json={"name": f"s{number}"})
@@ -61,17 +61,17 @@ def test_snapshots_and_templates_have_pages(api: httpx.Client) -> None:
         "é",
     ],
 )
-def test_bad_tokens(api: httpx.Client, token: str) -> None:
-    answer = api.get("/sandboxes", params={"nextToken": token})
-    assert answer.status_code == 400 and "nextToken" in answer.json()["message"]
+def test_invalid_page_tokens_are_refused(api: httpx.Client, token: str) -> None:
+    response = api.get("/sandboxes", params={"nextToken": token})
+    assert response.status_code == 400 and "nextToken" in response.json()["message"]
 
 
-def test_a_token_for_the_other_order(api: httpx.Client) -> None:
+def test_a_token_for_another_order_is_refused(api: httpx.Client) -> None:
     create_sandbox(api), create_sandbox(api)
     token = api.get("/sandboxes", params={"limit": 1}).headers["x-next-token"]
     assert api.get("/sandboxes", params={"order": "desc", "nextToken": token}).status_code == 400
 
 
 @pytest.mark.parametrize("limit", ["0", "1001", "-1", "many"])
-def test_bad_limits(api: httpx.Client, limit: str) -> None:
+def test_invalid_limits_are_refused(api: httpx.Client, limit: str) -> None:
     assert api.get("/sandboxes", params={"limit": limit}).status_code == 400

@@ -1,4 +1,4 @@
-"""The data plane to a port inside: streams in both directions, without the gateway's own secrets."""
+"""Requests to ports inside sandboxes: streamed in both directions, without the gateway's secrets."""
 
 from __future__ import annotations
 
@@ -38,39 +38,42 @@ from tests.api.test_sandboxes import create_sandbox
 
 @pytest.mark.parametrize("addressed", [port_headers, port_headers_with_host])
 def test_a_request_is_forwarded_unchanged(api: httpx.Client, sandbox: dict[str, Any], addressed: Any) -> None:
-    own = {"X-Own": "1", "Keep-Alive": "timeout=3"}
-    answer = api.post("/echo/a%2Fb//c?x=1&y=%20z", content=b"hello", headers=addressed(sandbox, **own))
-    assert answer.status_code == 201 and answer.headers["x-inside"] == "yes"
-    assert "keep-alive" not in answer.headers
-    told = answer.json()
-    assert told["target"] == "/echo/a%2Fb//c?x=1&y=%20z" and told["body"] == "hello"
-    headers = told["headers"]
+    client_headers = {"X-Own": "1", "Keep-Alive": "timeout=3"}
+    response = api.post("/echo/a%2Fb//c?x=1&y=%20z", content=b"hello", headers=addressed(sandbox, **client_headers))
+    assert response.status_code == 201 and response.headers["x-inside"] == "yes"
+    assert "keep-alive" not in response.headers
+    echoed = response.json()
+    assert echoed["target"] == "/echo/a%2Fb//c?x=1&y=%20z" and echoed["body"] == "hello"
+    headers = echoed["headers"]
     assert headers["x-own"] == "1" and headers["content-length"] == "5" and "keep-alive" not in headers
     assert headers["x-access-token"] == sandbox["envdAccessToken"]
     assert headers["host"] == (host(sandbox) if addressed is port_headers_with_host else f"localhost:{AGENT_PORT}")
 
 
-def test_hosts_with_ports_and_capitals(api: httpx.Client, sandbox: dict[str, Any]) -> None:
-    name = sandbox["sandboxID"]
-    for asked in (f"{AGENT_PORT}-{name}.SANDBOX.local:8443", f"{AGENT_PORT}-{name.upper()}.sandbox.local"):
-        assert api.get("/echo", headers={"Host": asked}).status_code == 201
-    assert api.get("/echo", headers={"Host": f"{AGENT_PORT}-{name}.elsewhere.example"}).status_code == 404
+def test_host_headers_may_contain_ports_and_capitals(api: httpx.Client, sandbox: dict[str, Any]) -> None:
+    sandbox_id = sandbox["sandboxID"]
+    for host_header in (
+        f"{AGENT_PORT}-{sandbox_id}.SANDBOX.local:8443",
+        f"{AGENT_PORT}-{sandbox_id.upper()}.sandbox.local",
+    ):
+        assert api.get("/echo", headers={"Host": host_header}).status_code == 201
+    assert api.get("/echo", headers={"Host": f"{AGENT_PORT}-{sandbox_id}.elsewhere.example"}).status_code == 404
 
 
 def test_keys_are_not_forwarded(memory_gateway: MemoryGateway, sandbox: dict[str, Any]) -> None:
     with memory_gateway.client("") as client:
         for header in ({"X-API-Key": EXEC_KEY}, {"Authorization": f"Bearer {EXEC_KEY}"}):
-            told = client.get("/echo", headers=port_headers(sandbox, **header)).json()
-            assert EXEC_KEY not in str(told)
-        both = {"X-API-Key": EXEC_KEY, "Authorization": "Bearer the-services-own"}
-        passed = client.get("/echo", headers=port_headers(sandbox, **both)).json()["headers"]
-        twice = [
+            echoed = client.get("/echo", headers=port_headers(sandbox, **header)).json()
+            assert EXEC_KEY not in str(echoed)
+        key_and_bearer = {"X-API-Key": EXEC_KEY, "Authorization": "Bearer the-services-own"}
+        forwarded = client.get("/echo", headers=port_headers(sandbox, **key_and_bearer)).json()["headers"]
+        repeated_headers = [
             *port_headers(sandbox).items(),
             ("Authorization", "Bearer other"),
             ("Authorization", f"Bearer {EXEC_KEY}"),
         ]
-        assert EXEC_KEY not in client.get("/echo", headers=[*twice, ("X-API-Key", EXEC_KEY)]).text
-        assert passed["authorization"] == "Bearer the-services-own" and "x-api-key" not in passed
+        assert EXEC_KEY not in client.get("/echo", headers=[*repeated_headers, ("X-API-Key", EXEC_KEY)]).text
+        assert forwarded["authorization"] == "Bearer the-services-own" and "x-api-key" not in forwarded
         basic = {"X-API-Key": EXEC_KEY, "Authorization": "Basic dXNlcjo="}
         assert (
             client.get("/echo", headers=port_headers(sandbox, **basic)).json()["headers"]["authorization"]
@@ -78,19 +81,21 @@ def test_keys_are_not_forwarded(memory_gateway: MemoryGateway, sandbox: dict[str
         )
 
 
-def test_access_to_ports(api: httpx.Client, keyless_client: httpx.Client, sandbox: dict[str, Any]) -> None:
+def test_requests_need_access_to_the_port(
+    api: httpx.Client, keyless_client: httpx.Client, sandbox: dict[str, Any]
+) -> None:
     token = {"X-Access-Token": sandbox["envdAccessToken"]}
     assert keyless_client.get("/echo", headers=port_headers(sandbox, **token)).status_code == 201
-    other = create_sandbox(api)
+    other_sandbox = create_sandbox(api)
     for headers in (
         port_headers(sandbox),
-        port_headers(other, **token),
+        port_headers(other_sandbox, **token),
         port_headers(sandbox, **{"X-Access-Token": "wrong"}),
         port_headers({"sandboxID": "0" * 12}, **token),
         port_headers(sandbox, **{"X-API-Key": "wrong-key-0123456789"}),
     ):
-        answer = keyless_client.get("/echo", headers=headers)
-        assert answer.status_code == 401 and answer.json()["kind"] == "unauthorized", headers
+        response = keyless_client.get("/echo", headers=headers)
+        assert response.status_code == 401 and response.json()["kind"] == "unauthorized", headers
     assert keyless_client.get("/echo", headers=port_headers(sandbox, **{"X-API-Key": READ_KEY})).status_code == 403
     assert (
         keyless_client.get("/echo", headers=port_headers(sandbox, **{"X-API-Key": READ_KEY}, **token)).status_code
@@ -102,19 +107,24 @@ def test_access_to_ports(api: httpx.Client, keyless_client: httpx.Client, sandbo
         ).status_code
         == 502
     )
-    assert keyless_client.get("/sandboxes", headers=token).status_code == 401, "a token opens no control plane"
+    assert keyless_client.get("/sandboxes", headers=token).status_code == 401, (
+        "a token gives no access to the control plane"
+    )
 
 
 @pytest.mark.parametrize("port", ["0", "65536", "999999", "-1", "x", ""])
-def test_impossible_ports(api: httpx.Client, sandbox: dict[str, Any], port: str) -> None:
-    answer = api.get("/echo", headers=port_headers(sandbox, port))
-    assert answer.status_code == 400 and "1 to 65535" in answer.json()["message"]
+def test_invalid_ports_are_refused(api: httpx.Client, sandbox: dict[str, Any], port: str) -> None:
+    response = api.get("/echo", headers=port_headers(sandbox, port))
+    assert response.status_code == 400 and "1 to 65535" in response.json()["message"]
 
 
-def test_a_port_where_nothing_listens(api: httpx.Client, sandbox: dict[str, Any]) -> None:
-    answer = api.get("/", headers=port_headers(sandbox, PORT))
-    assert answer.status_code == 502 and answer.json()["kind"] == "backend_failed"
-    assert "nothing listens on port 3000" in answer.json()["message"] and "port is not open" in answer.json()["message"]
+def test_a_request_to_a_closed_port_fails(api: httpx.Client, sandbox: dict[str, Any]) -> None:
+    response = api.get("/", headers=port_headers(sandbox, PORT))
+    assert response.status_code == 502 and response.json()["kind"] == "backend_failed"
+    assert (
+        "nothing listens on port 3000" in response.json()["message"]
+        and "port is not open" in response.json()["message"]
+    )
 
 
 def test_a_large_body_is_forwarded(memory_gateway: MemoryGateway, api: httpx.Client, sandbox: dict[str, Any]) -> None:
@@ -122,90 +132,103 @@ def test_a_large_body_is_forwarded(memory_gateway: MemoryGateway, api: httpx.Cli
         for _ in range(80):
             yield b"x" * 100_000
 
-    told = api.post("/echo", content=chunks(), headers=port_headers(sandbox)).json()
-    assert told["length"] == 8_000_000 and told["headers"]["transfer-encoding"] == "chunked"
+    echoed = api.post("/echo", content=chunks(), headers=port_headers(sandbox)).json()
+    assert echoed["length"] == 8_000_000 and echoed["headers"]["transfer-encoding"] == "chunked"
 
 
-def test_an_answer_is_streamed_until_its_reader_leaves(
+def test_a_response_is_streamed_until_the_client_disconnects(
     memory_gateway: MemoryGateway, api: httpx.Client, sandbox: dict[str, Any]
 ) -> None:
-    with memory_gateway.client() as client, client.stream("GET", "/stream", headers=port_headers(sandbox)) as answer:
-        lines = answer.iter_lines()
+    with memory_gateway.client() as client, client.stream("GET", "/stream", headers=port_headers(sandbox)) as response:
+        lines = response.iter_lines()
         assert [next(lines), next(lines)] == ["tick 0", "tick 1"]
     machine = memory_gateway.machine(sandbox["sandboxID"])
     eventually(lambda: not machine.connections)
 
 
-def test_a_paused_sandbox(api: httpx.Client) -> None:
-    stays, wakes = create_sandbox(api), create_sandbox(api, autoPause=True, autoResume={"enabled": True})
-    for sandbox in (stays, wakes):
+def test_a_request_resumes_a_paused_sandbox_only_with_auto_resume(api: httpx.Client) -> None:
+    plain_sandbox, resuming_sandbox = (
+        create_sandbox(api),
+        create_sandbox(api, autoPause=True, autoResume={"enabled": True}),
+    )
+    for sandbox in (plain_sandbox, resuming_sandbox):
         api.post(f"/sandboxes/{sandbox['sandboxID']}/pause")
-    answer = api.get("/echo", headers=port_headers(stays))
-    assert answer.status_code == 502 and answer.json()["kind"] == "conflict"
-    assert "is paused: resume it first" in answer.json()["message"] and "was not found" in answer.json()["message"]
-    assert api.get("/echo", headers=port_headers(wakes)).status_code == 201
-    assert api.get(f"/sandboxes/{wakes['sandboxID']}").json()["state"] == "running"
+    response = api.get("/echo", headers=port_headers(plain_sandbox))
+    assert response.status_code == 502 and response.json()["kind"] == "conflict"
+    assert "is paused: resume it first" in response.json()["message"] and "was not found" in response.json()["message"]
+    assert api.get("/echo", headers=port_headers(resuming_sandbox)).status_code == 201
+    assert api.get(f"/sandboxes/{resuming_sandbox['sandboxID']}").json()["state"] == "running"
 
 
-def test_hop_by_hop_headers_named_by_the_caller(api: httpx.Client, sandbox: dict[str, Any]) -> None:
-    sent = {"Connection": "keep-alive, X-Private", "X-Private": "1", "TE": "trailers", "Proxy-Authorization": "x"}
-    headers = api.get("/echo", headers=port_headers(sandbox, **sent)).json()["headers"]
+def test_headers_named_in_connection_are_not_forwarded(api: httpx.Client, sandbox: dict[str, Any]) -> None:
+    request_headers = {
+        "Connection": "keep-alive, X-Private",
+        "X-Private": "1",
+        "TE": "trailers",
+        "Proxy-Authorization": "x",
+    }
+    headers = api.get("/echo", headers=port_headers(sandbox, **request_headers)).json()["headers"]
     assert not {"x-private", "te", "proxy-authorization"} & set(headers)
 
 
 def test_concurrent_requests_wait_for_one_resume(memory_gateway: MemoryGateway, api: httpx.Client) -> None:
-    wakes = create_sandbox(api, autoPause=True, autoResume={"enabled": True})
-    api.post(f"/sandboxes/{wakes['sandboxID']}/pause")
-    before, memory_gateway.host.slow = memory_gateway.host.forked, 0.3
+    sandbox = create_sandbox(api, autoPause=True, autoResume={"enabled": True})
+    api.post(f"/sandboxes/{sandbox['sandboxID']}/pause")
+    fork_count, memory_gateway.host.slow = memory_gateway.host.forked, 0.3
 
-    def ask(_: int) -> int:
+    def request(_: int) -> int:
         with memory_gateway.client() as client:
-            return client.get("/echo", headers=port_headers(wakes)).status_code
+            return client.get("/echo", headers=port_headers(sandbox)).status_code
 
-    with ThreadPoolExecutor(6) as many:
-        assert set(many.map(ask, range(6))) == {201}
-    assert memory_gateway.host.forked == before + 1
+    with ThreadPoolExecutor(6) as pool:
+        assert set(pool.map(request, range(6))) == {201}
+    assert memory_gateway.host.forked == fork_count + 1
 
 
-# --- ambiguous requests, and harmful answers -------------------------------------------------------------------------
+# --- ambiguous requests, and harmful responses -----------------------------------------------------------------------
 
 KEY = f"X-API-Key: {EXEC_KEY}"
 
 
 def test_ambiguous_requests_are_refused(memory_gateway: MemoryGateway, sandbox: dict[str, Any]) -> None:
     chunk = b"5\r\nhello\r\n0\r\n\r\n"
-    mine = f"Host: {host(sandbox, PORT)}"
+    sandbox_host = f"Host: {host(sandbox, PORT)}"
     with raw_service(memory_gateway, sandbox) as service:
         for request, status in (
-            (request_head("POST /", mine, KEY, "Content-Length: 5", "Transfer-Encoding: chunked") + chunk, 400),
-            (request_head("POST /", mine, KEY, "Transfer-Encoding: chunked", "Content-Length: 15") + chunk, 400),
-            (request_head("POST /", mine, KEY, "Content-Length: 5", "Content-Length: 6") + b"hello", 400),
-            (request_head("POST /", mine, KEY, "Transfer-Encoding: gzip, chunked") + chunk, 400),
-            (request_head("GET /", mine, mine, KEY), 400),
-            (request_head("GET /", mine, "Host: elsewhere", KEY), 400),
+            (request_head("POST /", sandbox_host, KEY, "Content-Length: 5", "Transfer-Encoding: chunked") + chunk, 400),
+            (
+                request_head("POST /", sandbox_host, KEY, "Transfer-Encoding: chunked", "Content-Length: 15") + chunk,
+                400,
+            ),
+            (request_head("POST /", sandbox_host, KEY, "Content-Length: 5", "Content-Length: 6") + b"hello", 400),
+            (request_head("POST /", sandbox_host, KEY, "Transfer-Encoding: gzip, chunked") + chunk, 400),
+            (request_head("GET /", sandbox_host, sandbox_host, KEY), 400),
+            (request_head("GET /", sandbox_host, "Host: elsewhere", KEY), 400),
             (request_head("GET /", KEY), 400),
-            (request_head("GET http://elsewhere.example/", mine, KEY), 400),
-            (request_head("OPTIONS *", mine, KEY), 400),
-            (request_head("CONNECT localhost:22", mine, KEY), 501),
-            (request_head("GET /", mine, KEY, "Connection: upgrade", "Upgrade: tcp"), 501),
+            (request_head("GET http://elsewhere.example/", sandbox_host, KEY), 400),
+            (request_head("OPTIONS *", sandbox_host, KEY), 400),
+            (request_head("CONNECT localhost:22", sandbox_host, KEY), 501),
+            (request_head("GET /", sandbox_host, KEY, "Connection: upgrade", "Upgrade: tcp"), 501),
         ):
             with raw_connection(memory_gateway, request) as connection:
                 assert read_status(connection)[0] == status, request
-        hidden = chunk + request_head("GET /hidden", mine, KEY)
-        for whose in (mine, "Host: gateway"):
-            both = request_head("POST /", whose, KEY, f"Content-Length: {len(hidden)}", "Transfer-Encoding: chunked")
-            with raw_connection(memory_gateway, both + hidden) as connection:
+        smuggled = chunk + request_head("GET /hidden", sandbox_host, KEY)
+        for host_line in (sandbox_host, "Host: gateway"):
+            ambiguous_head = request_head(
+                "POST /", host_line, KEY, f"Content-Length: {len(smuggled)}", "Transfer-Encoding: chunked"
+            )
+            with raw_connection(memory_gateway, ambiguous_head + smuggled) as connection:
                 assert read_status(connection)[0] == 400
-                assert connection.recv(4096) == b"", "what follows is not read"
+                assert connection.recv(4096) == b"", "the gateway reads nothing after an ambiguous request"
         assert not service.heads
         h2c = ("Connection: Upgrade, HTTP2-Settings", "Upgrade: h2c", "HTTP2-Settings: AAMAAABk")
-        with raw_connection(memory_gateway, request_head("GET /", mine, KEY, *h2c)) as connection:
-            assert read_status(connection)[0] == 200, "who offers HTTP/2 takes an answer of HTTP/1.1"
+        with raw_connection(memory_gateway, request_head("GET /", sandbox_host, KEY, *h2c)) as connection:
+            assert read_status(connection)[0] == 200, "a client that offers HTTP/2 accepts HTTP/1.1"
         assert not {"upgrade", "http2-settings"} & set(service.request_headers())
 
 
 @pytest.mark.parametrize(
-    "answer",
+    "reply",
     [
         b"HTTP/1.1 101 Switching Protocols\r\nUpgrade: x\r\nConnection: upgrade\r\n\r\n",
         b"HTTP/1.1 799 Odd\r\nContent-Length: 0\r\n\r\n",
@@ -216,34 +239,40 @@ def test_ambiguous_requests_are_refused(memory_gateway: MemoryGateway, sandbox: 
         b"",
     ],
 )
-def test_invalid_answers(
-    memory_gateway: MemoryGateway, api: httpx.Client, sandbox: dict[str, Any], answer: bytes
+def test_invalid_responses_are_reported(
+    memory_gateway: MemoryGateway, api: httpx.Client, sandbox: dict[str, Any], reply: bytes
 ) -> None:
-    with raw_service(memory_gateway, sandbox, answer) as service:
-        told = api.post("/", content=b"x", headers=port_headers(sandbox, PORT))
-        assert told.status_code == 502 and "port 3000" in told.json()["message"], told.text
+    with raw_service(memory_gateway, sandbox, reply) as service:
+        response = api.post("/", content=b"x", headers=port_headers(sandbox, PORT))
+        assert response.status_code == 502 and "port 3000" in response.json()["message"], response.text
         eventually(lambda: not service.open)
 
 
-def test_an_answer_with_two_lengths(memory_gateway: MemoryGateway, api: httpx.Client, sandbox: dict[str, Any]) -> None:
-    both = b"HTTP/1.1 200 OK\r\nContent-Length: 1\r\nTransfer-Encoding: chunked\r\n\r\n5\r\nhello\r\n"
-    with raw_service(memory_gateway, sandbox, both + b"0\r\nX-Trailer: 1\r\n\r\n"):
-        answer = api.get("/", headers=port_headers(sandbox, PORT))
-        assert answer.text == "hello" and "content-length" not in answer.headers
-        assert "x-trailer" not in answer.headers
-
-
-def test_answer_headers_that_affect_other_sandboxes_are_removed(
+def test_transfer_encoding_overrides_content_length(
     memory_gateway: MemoryGateway, api: httpx.Client, sandbox: dict[str, Any]
 ) -> None:
-    mine = host(sandbox, PORT)
-    kept = ("a=1; Path=/", f"b=1; Domain={mine}", f"c=1; domain=.{mine.upper()}")
-    wide = ("d=1; Domain=sandbox.local", "e=1;domain=.sandbox.local; Secure", f"f=1; Domain={mine}; Domain=local")
-    fields = [f"Set-Cookie: {cookie}" for cookie in (*kept, *wide)]
+    head = b"HTTP/1.1 200 OK\r\nContent-Length: 1\r\nTransfer-Encoding: chunked\r\n\r\n5\r\nhello\r\n"
+    with raw_service(memory_gateway, sandbox, head + b"0\r\nX-Trailer: 1\r\n\r\n"):
+        response = api.get("/", headers=port_headers(sandbox, PORT))
+        assert response.text == "hello" and "content-length" not in response.headers
+        assert "x-trailer" not in response.headers
+
+
+def test_response_headers_that_affect_other_sandboxes_are_removed(
+    memory_gateway: MemoryGateway, api: httpx.Client, sandbox: dict[str, Any]
+) -> None:
+    own_host = host(sandbox, PORT)
+    allowed_cookies = ("a=1; Path=/", f"b=1; Domain={own_host}", f"c=1; domain=.{own_host.upper()}")
+    removed_cookies = (
+        "d=1; Domain=sandbox.local",
+        "e=1;domain=.sandbox.local; Secure",
+        f"f=1; Domain={own_host}; Domain=local",
+    )
+    fields = [f"Set-Cookie: {cookie}" for cookie in (*allowed_cookies, *removed_cookies)]
     fields += ["Strict-Transport-Security: max-age=1", 'Alt-Svc: h3=":443"', "Proxy-Authenticate: Basic", "X-Own: 1"]
     with raw_service(memory_gateway, sandbox, make_reply("200 OK", b"ok", *fields)):
         by_host = api.get("/", headers=port_headers_with_host(sandbox, PORT)).headers
-        assert by_host.get_list("set-cookie") == list(kept) and "strict-transport-security" in by_host
+        assert by_host.get_list("set-cookie") == list(allowed_cookies) and "strict-transport-security" in by_host
         by_header = api.get("/", headers=port_headers(sandbox, PORT)).headers
         assert not {"set-cookie", "strict-transport-security"} & set(by_header)
         for headers in (by_host, by_header):
@@ -256,11 +285,11 @@ def test_answer_headers_that_affect_other_sandboxes_are_removed(
 def test_a_body_is_requested_only_from_authorized_callers(
     memory_gateway: MemoryGateway, sandbox: dict[str, Any]
 ) -> None:
-    waits = (f"Host: {host(sandbox, PORT)}", "Content-Length: 5", "Expect: 100-continue")
+    fields = (f"Host: {host(sandbox, PORT)}", "Content-Length: 5", "Expect: 100-continue")
     with raw_service(memory_gateway, sandbox) as service:
-        with raw_connection(memory_gateway, request_head("POST /", *waits)) as connection:
+        with raw_connection(memory_gateway, request_head("POST /", *fields)) as connection:
             assert read_status(connection)[0] == 401
-        with raw_connection(memory_gateway, request_head("POST /", *waits, KEY)) as connection:
+        with raw_connection(memory_gateway, request_head("POST /", *fields, KEY)) as connection:
             assert connection.recv(4096) == b"HTTP/1.1 100 Continue\r\n\r\n"
             connection.sendall(b"hello")
             assert read_status(connection)[0] == 200
@@ -268,62 +297,64 @@ def test_a_body_is_requested_only_from_authorized_callers(
 
 
 def test_chunks_are_forwarded_as_they_arrive(memory_gateway: MemoryGateway, sandbox: dict[str, Any]) -> None:
-    begun = b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n"
-    rest = threading.Event()
+    response_head = b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n"
+    send_rest = threading.Event()
 
     async def send_later(_: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        await asyncio.to_thread(rest.wait, 10)
+        await asyncio.to_thread(send_rest.wait, 10)
         writer.write(b"3\r\ntwo\r\n0\r\nX-Trailer: 1\r\n\r\n")
 
-    chunked = request_head(
+    request = request_head(
         "POST /", f"Host: {host(sandbox, PORT)}", KEY, "Transfer-Encoding: chunked", "Trailer: X-Sum"
     )
     with (
-        raw_service(memory_gateway, sandbox, begun + b"3\r\none\r\n", then=send_later) as service,
-        raw_connection(memory_gateway, chunked) as connection,
+        raw_service(memory_gateway, sandbox, response_head + b"3\r\none\r\n", then=send_later) as service,
+        raw_connection(memory_gateway, request) as connection,
     ):
         for piece in (b"4\r\nsent\r\n", b"5\r\nlater\r\n"):
             connection.sendall(piece)
             time.sleep(0.05)
         connection.sendall(b"0\r\nX-Sum: 1\r\n\r\n")
-        got = b""
-        while b"one" not in got:
-            got += connection.recv(4096)
-        assert service.bodies == [b"sentlater"] and "trailer" not in service.request_headers() and b"two" not in got
-        rest.set()
+        received = b""
+        while b"one" not in received:
+            received += connection.recv(4096)
+        assert (
+            service.bodies == [b"sentlater"] and "trailer" not in service.request_headers() and b"two" not in received
+        )
+        send_rest.set()
         connection.settimeout(10)
-        while not got.endswith(b"0\r\n\r\n"):
-            got += connection.recv(4096)
-        assert b"two" in got and b"Trailer" not in got
+        while not received.endswith(b"0\r\n\r\n"):
+            received += connection.recv(4096)
+        assert b"two" in received and b"Trailer" not in received
 
 
 def test_a_slow_reader_slows_the_service(memory_gateway: MemoryGateway, sandbox: dict[str, Any]) -> None:
-    piece, sent = b"x" * 65536, 0
+    piece, sent_bytes = b"x" * 65536, 0
 
     async def flood(_: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        nonlocal sent
+        nonlocal sent_bytes
         while True:
             writer.write(piece)
             await writer.drain()
-            sent += len(piece)
+            sent_bytes += len(piece)
 
     endless = b"HTTP/1.1 200 OK\r\nContent-Length: 1000000000000\r\n\r\n"
     with raw_service(memory_gateway, sandbox, endless, then=flood) as service:
         with raw_connection(memory_gateway, request_head("GET /", f"Host: {host(sandbox, PORT)}", KEY)) as connection:
-            before = -1
-            while sent != before:
-                before = sent
+            previous_bytes = -1
+            while sent_bytes != previous_bytes:
+                previous_bytes = sent_bytes
                 time.sleep(0.25)
             # The kernel's buffers at the ends of three connections.
-            assert sent < 32 << 20
+            assert sent_bytes < 32 << 20
             for _ in range(400):
                 connection.recv(65536, socket.MSG_WAITALL)
-            eventually(lambda: sent > before)
+            eventually(lambda: sent_bytes > previous_bytes)
         eventually(lambda: not service.open)
 
 
 async def _accept_and_stop_reading(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-    """Accepts a request and then stops reading."""
+    """Accept a request, and then stop reading."""
     try:
         await reader.readuntil(b"\r\n\r\n")
         await asyncio.sleep(3600)
@@ -342,14 +373,16 @@ def test_a_slow_service_slows_the_client(memory_gateway: MemoryGateway, sandbox:
         raw_connection(memory_gateway, request) as connection,
     ):
         connection.settimeout(0.5)
-        sent = 0
+        sent_bytes = 0
         with pytest.raises(TimeoutError):
             while True:
-                sent += connection.send(b"x" * 65536)
-        assert 0 < sent < 32 << 20
+                sent_bytes += connection.send(b"x" * 65536)
+        assert 0 < sent_bytes < 32 << 20
 
 
-def test_an_answer_before_the_end_of_the_body(memory_gateway: MemoryGateway, sandbox: dict[str, Any]) -> None:
+def test_a_response_before_the_end_of_the_request_body_is_forwarded(
+    memory_gateway: MemoryGateway, sandbox: dict[str, Any]
+) -> None:
     async def refuse(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         await reader.readuntil(b"\r\n\r\n")
         writer.write(make_reply("413 Too Large", b"enough"))
@@ -361,32 +394,32 @@ def test_an_answer_before_the_end_of_the_body(memory_gateway: MemoryGateway, san
         return await asyncio.start_server(refuse, address, port)
 
     with Service(machine_address(memory_gateway, sandbox), PORT, listen), memory_gateway.client(EXEC_KEY) as client:
-        answer = client.post("/", content=(b"x" * 65536 for _ in range(100)), headers=port_headers(sandbox, PORT))
-        assert answer.status_code == 413 and answer.text == "enough"
+        response = client.post("/", content=(b"x" * 65536 for _ in range(100)), headers=port_headers(sandbox, PORT))
+        assert response.status_code == 413 and response.text == "enough"
 
 
 @pytest.mark.parametrize("half", [True, False])
-def test_a_client_that_closes_its_side_has_disconnected(
+def test_a_half_closed_client_counts_as_disconnected(
     memory_gateway: MemoryGateway, sandbox: dict[str, Any], half: bool
 ) -> None:
-    ended = threading.Event()
+    disconnected = threading.Event()
 
     async def listen(address: str, port: int) -> asyncio.Server:
-        async def wait(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        async def wait_for_disconnect(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
             await reader.read(-1)
-            ended.set()
+            disconnected.set()
             writer.close()
 
-        return await asyncio.start_server(wait, address, port)
+        return await asyncio.start_server(wait_for_disconnect, address, port)
 
     with Service(machine_address(memory_gateway, sandbox), PORT, listen):
         with raw_connection(memory_gateway, request_head("GET /", f"Host: {host(sandbox, PORT)}", KEY)) as connection:
             time.sleep(0.1)
-            assert not ended.is_set()
+            assert not disconnected.is_set()
             if half:
                 connection.shutdown(socket.SHUT_WR)
                 assert connection.recv(4096) == b""
-        assert ended.wait(5)
+        assert disconnected.wait(5)
 
 
 # --- connections -----------------------------------------------------------------------------------------------------
@@ -396,35 +429,37 @@ def test_a_closed_idle_connection_is_replaced(
     memory_gateway: MemoryGateway, api: httpx.Client, sandbox: dict[str, Any]
 ) -> None:
     # The connection for the second request is closed when the request arrives.
-    with raw_service(memory_gateway, sandbox, make_reply(), b"", make_reply(body=b"anew")) as service:
+    with raw_service(memory_gateway, sandbox, make_reply(), b"", make_reply(body=b"again")) as service:
         assert api.get("/", headers=port_headers(sandbox, PORT)).text == "ok"
-        assert api.get("/", headers=port_headers(sandbox, PORT)).text == "anew"
+        assert api.get("/", headers=port_headers(sandbox, PORT)).text == "again"
         assert service.accepted == 2 and len(service.heads) == 3
     with raw_service(memory_gateway, sandbox, make_reply(), b"", make_reply()) as service:
         assert api.get("/", headers=port_headers(sandbox, PORT)).text == "ok"
         for method, content in (("POST", b"x"), ("POST", b""), ("DELETE", b"")):
             service.heads.clear()
             assert api.get("/", headers=port_headers(sandbox, PORT)).text == "ok"
-            answer = api.request(method, "/", content=content, headers=port_headers(sandbox, PORT))
-            assert answer.status_code == 502, "it may have been done: nobody but its sender may say it again"
+            response = api.request(method, "/", content=content, headers=port_headers(sandbox, PORT))
+            assert response.status_code == 502, "the service may have processed it, so only the client may repeat it"
             assert len(service.heads) == 2
 
 
-def test_the_number_of_open_requests_is_limited(tmp_path: Path) -> None:
+def test_the_number_of_concurrent_requests_is_limited(tmp_path: Path) -> None:
     gateway = MemoryGateway(tmp_path, limits={"connections": 2})
     try:
         gateway.build_template("base", packages=["python3"])
         with gateway.client() as api:
-            one, other = create_sandbox(api), create_sandbox(api)
-            streams = [api.stream("GET", "/stream", headers=port_headers(one)) for _ in range(2)]
+            first_sandbox, second_sandbox = create_sandbox(api), create_sandbox(api)
+            streams = [api.stream("GET", "/stream", headers=port_headers(first_sandbox)) for _ in range(2)]
             for stream in streams:
                 stream.__enter__()
-            busy = api.get("/echo", headers=port_headers(one))
+            busy = api.get("/echo", headers=port_headers(first_sandbox))
             assert busy.status_code == 429 and int(busy.headers["retry-after"]) > 0
             assert "limits.connections" in busy.json()["message"]
-            assert api.get("/echo", headers=port_headers(other)).status_code == 201, "it is for each sandbox"
+            assert api.get("/echo", headers=port_headers(second_sandbox)).status_code == 201, (
+                "the limit applies to each sandbox"
+            )
             streams[0].__exit__(None, None, None)
-            eventually(lambda: api.get("/echo", headers=port_headers(one)).status_code == 201)
+            eventually(lambda: api.get("/echo", headers=port_headers(first_sandbox)).status_code == 201)
             streams[1].__exit__(None, None, None)
     finally:
         gateway.end()
@@ -443,8 +478,8 @@ def test_all_connections_end_with_the_machine(
 ) -> None:
     """The service outlives the machine and closes nothing, like one in a virtual machine that was killed."""
     api.post("/sandboxes/one/snapshots", json={"name": "s1"})
-    begun = b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n5\r\nfirst\r\n"
-    mine = f"Host: {host(sandbox, PORT)}"
+    incomplete_response = b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n5\r\nfirst\r\n"
+    sandbox_host = f"Host: {host(sandbox, PORT)}"
 
     async def hold(reader: asyncio.StreamReader, _: asyncio.StreamWriter) -> None:
         if len(service.heads) > 1:
@@ -452,96 +487,98 @@ def test_all_connections_end_with_the_machine(
 
     with (
         raw_service(
-            memory_gateway, sandbox, make_reply(), begun, b"HTTP/1.1 100 Continue\r\n\r\n", then=hold
+            memory_gateway, sandbox, make_reply(), incomplete_response, b"HTTP/1.1 100 Continue\r\n\r\n", then=hold
         ) as service,
         memory_gateway.client(EXEC_KEY) as client,
-        raw_connection(memory_gateway, request_head("GET /", mine, KEY)) as streaming,
+        raw_connection(memory_gateway, request_head("GET /", sandbox_host, KEY)) as streaming,
         raw_connection(memory_gateway) as waiting,
         raw_connection(memory_gateway) as uploading,
     ):
         eventually(lambda: len(service.heads) == 1)
         assert read_status(streaming)[0] == 200
-        streaming.sendall(request_head("GET /", mine, KEY))
+        streaming.sendall(request_head("GET /", sandbox_host, KEY))
         eventually(lambda: len(service.heads) == 2)
         eventually(lambda: b"first" in streaming.recv(4096, socket.MSG_PEEK))
-        waiting.sendall(request_head("GET /", mine, KEY))
+        waiting.sendall(request_head("GET /", sandbox_host, KEY))
         eventually(lambda: len(service.heads) == 3)
-        uploading.sendall(request_head("POST /", mine, KEY, "Content-Length: 10") + b"half")
+        uploading.sendall(request_head("POST /", sandbox_host, KEY, "Content-Length: 10") + b"half")
         eventually(lambda: len(service.heads) == 4)
         eventually(lambda: service.open == 3)
         method, path, body = _ENDINGS[ending]
         assert api.request(method, path, json=body).is_success
         for connection in (waiting, uploading):
-            status, told = read_status(connection)
-            assert status == 502 and "rolled back, paused or ended" in told["message"]
+            status, error = read_status(connection)
+            assert status == 502 and "rolled back, paused or ended" in error["message"]
         data = b""
         while piece := streaming.recv(4096):
             data += piece
-        assert data.endswith(b"5\r\nfirst\r\n"), "it ends without its last piece"
+        assert data.endswith(b"5\r\nfirst\r\n"), "the response ends without its last chunk"
         eventually(lambda: not service.open)
-        asked = len(service.heads)
-        answer = client.get("/", headers=port_headers(sandbox, PORT))
-        assert answer.status_code == 502 and len(service.heads) == asked, "nothing goes to the old machine"
+        request_count = len(service.heads)
+        response = client.get("/", headers=port_headers(sandbox, PORT))
+        assert response.status_code == 502 and len(service.heads) == request_count, (
+            "the old machine receives no requests"
+        )
         if ending == "rollback":
-            assert "port is not open" in answer.json()["message"]
+            assert "port is not open" in response.json()["message"]
             assert client.get("/echo", headers=port_headers(sandbox)).status_code == 201
         else:
-            assert "was not found" in answer.json()["message"]
+            assert "was not found" in response.json()["message"]
 
 
 def test_idle_connections_end_with_the_machine(
     memory_gateway: MemoryGateway, api: httpx.Client, sandbox: dict[str, Any]
 ) -> None:
     api.post("/sandboxes/one/snapshots", json={"name": "s1"})
-    with raw_service(memory_gateway, sandbox) as old:
-        assert api.get("/", headers=port_headers(sandbox, PORT)).text == "ok" and old.open == 1
+    with raw_service(memory_gateway, sandbox) as old_service:
+        assert api.get("/", headers=port_headers(sandbox, PORT)).text == "ok" and old_service.open == 1
         assert api.post("/sandboxes/one/rollback", json={"snapshotID": "s1"}).status_code == 200
-        eventually(lambda: not old.open)
-        with raw_service(memory_gateway, sandbox, make_reply(body=b"new")) as new:
+        eventually(lambda: not old_service.open)
+        with raw_service(memory_gateway, sandbox, make_reply(body=b"new")) as new_service:
             assert api.get("/", headers=port_headers(sandbox, PORT)).text == "new"
-            assert len(old.heads) == len(new.heads) == 1
+            assert len(old_service.heads) == len(new_service.heads) == 1
 
 
 def test_cancellation_at_any_await_leaks_no_connection() -> None:
-    """An agent ended and left idle connections. A request finds them closed, and is cancelled while it removes them."""
+    """An agent that ended has closed its idle connections. A request that removes them is cancelled at each await."""
     asyncio.run(_cancel_at_each_await())
 
 
 async def _cancel_at_each_await() -> None:
-    accepted: asyncio.Queue[asyncio.StreamWriter] = asyncio.Queue()
+    accepted_writers: asyncio.Queue[asyncio.StreamWriter] = asyncio.Queue()
 
     async def accept(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        accepted.put_nowait(writer)
+        accepted_writers.put_nowait(writer)
         while await reader.read(4096):
             pass
         writer.close()
 
-    left: dict[int, int] = {}
+    open_by_turns: dict[int, int] = {}
     server = await asyncio.start_server(accept, "127.0.0.1", 0)
     async with server:
         port = server.sockets[0].getsockname()[1]
         for turns in range(30):
             machine = _memory_machine()
-            errand = _make_request(port)
-            asking = [asyncio.create_task(proxy._http(errand, machine, 300, has_body=False)) for _ in range(12)]
-            writers = [await accepted.get() for _ in asking]
+            request = _make_request(port)
+            tasks = [asyncio.create_task(proxy._forward_http(request, machine, 300, has_body=False)) for _ in range(12)]
+            writers = [await accepted_writers.get() for _ in tasks]
             for writer in writers:
                 writer.write(b"HTTP/1.1 200 OK\r\nContent-Length: 0\r\n\r\n")
-            await asyncio.gather(*asking)
+            await asyncio.gather(*tasks)
             for writer in writers:
                 writer.close()
             await asyncio.sleep(0.02)
-            late = asyncio.create_task(proxy._http(errand, machine, 300, has_body=False))
+            late_task = asyncio.create_task(proxy._forward_http(request, machine, 300, has_body=False))
             for _ in range(turns):
                 await asyncio.sleep(0)
             await machine.end()
-            await asyncio.gather(late, return_exceptions=True)
-            while not accepted.empty():
-                accepted.get_nowait().close()
+            await asyncio.gather(late_task, return_exceptions=True)
+            while not accepted_writers.empty():
+                accepted_writers.get_nowait().close()
             await asyncio.sleep(0.02)
-            if stay := _open_connections(port):
-                left[turns] = stay
-    assert left == {}
+            if open_count := _open_connections(port):
+                open_by_turns[turns] = open_count
+    assert open_by_turns == {}
 
 
 def _memory_machine() -> pools.MachineConnections:
@@ -563,6 +600,6 @@ def _make_request(port: int) -> proxy.ServiceRequest:
 
 
 def _open_connections(port: int) -> int:
-    """Connections to ``port`` that any process still holds open."""
+    """Return the number of connections to ``port`` that any process still has open."""
     rows = [line.split() for line in Path("/proc/self/net/tcp").read_text().splitlines()[1:]]
     return sum(row[2].endswith(f":{port:04X}") and row[9] != "0" for row in rows)

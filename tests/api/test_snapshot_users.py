@@ -1,4 +1,4 @@
-"""The users of snapshots on a host whose snapshots depend on each other, and the plans of check mode from them."""
+"""The users of snapshots on a host whose snapshots depend on each other, and the predictions of check mode."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from tests.api.memory_gateway import MemoryGateway
 from tests.api.memory_host import MemoryHost
 
 
-class _Host(MemoryHost):
+class _DependentSnapshotsHost(MemoryHost):
     abilities = Abilities(memory=True, resize_on_fork=True, independent_snapshots=False, atomic_capture=True)
 
 
 @pytest.fixture
-def dependent(tmp_path: Path) -> Iterator[MemoryGateway]:
-    gateway = MemoryGateway(tmp_path, _Host())
+def dependent_gateway(tmp_path: Path) -> Iterator[MemoryGateway]:
+    gateway = MemoryGateway(tmp_path, _DependentSnapshotsHost())
     try:
         gateway.build_template()
         yield gateway
@@ -31,30 +31,30 @@ def dependent(tmp_path: Path) -> Iterator[MemoryGateway]:
 
 
 def _post(api: httpx.Client, route: str, body: dict[str, Any]) -> Any:
-    answer = api.post(route, json=body)
-    assert answer.status_code < 300, answer.text
-    return answer.json()
+    response = api.post(route, json=body)
+    assert response.status_code < 300, response.text
+    return response.json()
 
 
-def test_users_are_named_and_planned_from(dependent: MemoryGateway) -> None:
-    with dependent.client() as api:
+def test_check_mode_predicts_refusals_from_the_listed_users(dependent_gateway: MemoryGateway) -> None:
+    with dependent_gateway.client() as api:
         _post(api, "/sandboxes", {"templateID": "base", "name": "a"})
         _post(api, "/sandboxes/a/snapshots", {"name": "rolled-back-to"})
         _post(api, "/sandboxes/a/rollback", {"snapshotID": "rolled-back-to"})
         _post(api, "/volumes", {"name": "v"})
         _post(api, "/sandboxes", {"templateID": "base", "name": "b", "volumeMounts": [{"name": "v", "path": "/d"}]})
-        taken = _post(api, "/sandboxes/b/snapshots", {"name": "with-volume", "volumes": ["v"]})
-        _post(api, "/volumes", {"name": "w", "fromSnapshot": taken["volumes"][0]["snapshotID"]})
+        snapshot = _post(api, "/sandboxes/b/snapshots", {"name": "with-volume", "volumes": ["v"]})
+        _post(api, "/volumes", {"name": "w", "fromSnapshot": snapshot["volumes"][0]["snapshotID"]})
         _post(api, "/sandboxes/b/snapshots", {"name": "unused"})
         expected = {"rolled-back-to": [("sandbox", "a")], "with-volume": [("volume", "w")], "unused": []}
-        client = Client(dependent.unix_url)
+        client = Client(dependent_gateway.unix_url)
         for name, users in expected.items():
-            shown = api.get(f"/snapshots/{name}").json()["users"]
-            assert [(each["kind"], each["name"]) for each in shown] == users
-            wanted = _snapshot.desired({"name": [name], "state": "absent"})
-            plan = _snapshot.plan(wanted, _snapshot.observe(client, wanted))
-            refused = api.delete(f"/snapshots/{name}").status_code == 409
-            assert bool(users) == refused == bool(plan.refused), name
+            listed_users = api.get(f"/snapshots/{name}").json()["users"]
+            assert [(each["kind"], each["name"]) for each in listed_users] == users
+            desired = _snapshot.desired_state({"name": [name], "state": "absent"})
+            plan = _snapshot.plan(desired, _snapshot.observe(client, desired))
+            is_refused = api.delete(f"/snapshots/{name}").status_code == 409
+            assert bool(users) == is_refused == bool(plan.refused), name
             for failure in plan.refused.values():
                 assert failure.kind == "in_use" and failure.blockers == [user for _, user in users]
         assert all("users" not in each for each in api.get("/snapshots").json())

@@ -12,35 +12,35 @@ from tests.support.waiting import eventually
 
 
 @pytest.fixture
-def taken(api: httpx.Client) -> str:
-    """A snapshot named s1 of a sandbox named one; returns its id."""
+def snapshot_id(api: httpx.Client) -> str:
+    """The id of a snapshot named s1 of a sandbox named one."""
     create_sandbox(api, name="one")
     snapshot: str = api.post("/sandboxes/one/snapshots", json={"name": "s1"}).json()["snapshotID"]
     return snapshot
 
 
-def test_one_fork_returns_a_sandbox_and_several_a_list(api: httpx.Client, taken: str) -> None:
-    one = api.post(f"/snapshots/{taken}/fork", json={})
-    assert one.status_code == 201 and one.json()["forkedFrom"] == taken
-    assert one.json()["parentSandboxID"] == api.get("/sandboxes/one").json()["sandboxID"]
-    many = api.post("/snapshots/s1/fork", json={"count": 3, "metadata": {"g": "1"}, "concurrency": 2}).json()
-    assert len(many["sandboxes"]) == 3 and many["errors"] == []
+def test_one_fork_returns_a_sandbox_and_several_return_a_list(api: httpx.Client, snapshot_id: str) -> None:
+    single_fork = api.post(f"/snapshots/{snapshot_id}/fork", json={})
+    assert single_fork.status_code == 201 and single_fork.json()["forkedFrom"] == snapshot_id
+    assert single_fork.json()["parentSandboxID"] == api.get("/sandboxes/one").json()["sandboxID"]
+    forks = api.post("/snapshots/s1/fork", json={"count": 3, "metadata": {"g": "1"}, "concurrency": 2}).json()
+    assert len(forks["sandboxes"]) == 3 and forks["errors"] == []
     assert len(api.get("/sandboxes?metadata=g%3D1").json()) == 3
     assert api.get("/snapshots/s1").json()["forks"] == 4
 
 
-def test_forks_of_another_size(api: httpx.Client, taken: str) -> None:
-    refused = api.post("/snapshots/s1/fork", json={"memoryMB": 512})
-    assert refused.status_code == 400 and refused.json()["kind"] == "unsupported"
-    cold = api.post("/snapshots/s1/fork", json={"memoryMB": 512, "coldStart": True})
-    assert cold.status_code == 201 and cold.json()["memoryMB"] == 512
+def test_resizing_a_fork_needs_a_cold_start(api: httpx.Client, snapshot_id: str) -> None:
+    warm_start = api.post("/snapshots/s1/fork", json={"memoryMB": 512})
+    assert warm_start.status_code == 400 and warm_start.json()["kind"] == "unsupported"
+    cold_start = api.post("/snapshots/s1/fork", json={"memoryMB": 512, "coldStart": True})
+    assert cold_start.status_code == 201 and cold_start.json()["memoryMB"] == 512
 
 
 def test_a_snapshot_with_a_retention_rule_removes_older_ones(api: httpx.Client) -> None:
     create_sandbox(api, name="one")
     for name in ("old", "new"):
-        taken = api.post("/sandboxes/one/snapshots", json={"name": name, "retention": {"keepLast": 1}})
-        assert taken.json()["retention"] == {"keepLast": 1, "keepDaily": None, "maxAge": None}
+        response = api.post("/sandboxes/one/snapshots", json={"name": name, "retention": {"keepLast": 1}})
+        assert response.json()["retention"] == {"keepLast": 1, "keepDaily": None, "maxAge": None}
     eventually(lambda: api.get("/snapshots/old").status_code == 404, 20)
     assert api.get("/snapshots/new").status_code == 200
 
@@ -48,38 +48,38 @@ def test_a_snapshot_with_a_retention_rule_removes_older_ones(api: httpx.Client) 
 @pytest.mark.parametrize("rule", [{}, {"keepLast": 0}, {"keepDaily": -1}, {"maxAge": 0}])
 def test_an_invalid_retention_rule_is_refused(api: httpx.Client, rule: dict[str, int]) -> None:
     create_sandbox(api, name="one")
-    refused = api.post("/sandboxes/one/snapshots", json={"retention": rule})
-    assert refused.status_code == 400 and "retention" in refused.json()["message"]
+    response = api.post("/sandboxes/one/snapshots", json={"retention": rule})
+    assert response.status_code == 400 and "retention" in response.json()["message"]
 
 
-def test_a_sandbox_can_be_created_from_a_snapshot(api: httpx.Client, taken: str) -> None:
-    assert api.post("/sandboxes", json={"templateID": "s1"}).json()["forkedFrom"] == taken
+def test_a_sandbox_can_be_created_from_a_snapshot(api: httpx.Client, snapshot_id: str) -> None:
+    assert api.post("/sandboxes", json={"templateID": "s1"}).json()["forkedFrom"] == snapshot_id
 
 
-def test_list_filters(api: httpx.Client, taken: str) -> None:
-    def ids(**params: str) -> list[str]:
+def test_the_snapshot_list_is_filtered(api: httpx.Client, snapshot_id: str) -> None:
+    def list_ids(**params: str) -> list[str]:
         return [item["snapshotID"] for item in api.get("/snapshots", params=params).json()]
 
     sandbox = api.get("/sandboxes/one").json()
-    assert ids() == [taken], "templates are not in the list"
-    assert ids(sandboxID="one") == ids(sandboxID=sandbox["sandboxID"]) == ids(name="s1") == [taken]
-    assert ids(templateID="base") == ids(templateID=sandbox["templateID"]) == [taken]
-    assert ids(sandboxID="other") == ids(name="other") == ids(templateID="other") == []
+    assert list_ids() == [snapshot_id], "templates are not in the list"
+    assert list_ids(sandboxID="one") == list_ids(sandboxID=sandbox["sandboxID"]) == list_ids(name="s1") == [snapshot_id]
+    assert list_ids(templateID="base") == list_ids(templateID=sandbox["templateID"]) == [snapshot_id]
+    assert list_ids(sandboxID="other") == list_ids(name="other") == list_ids(templateID="other") == []
     assert api.get("/snapshots/base").json()["kind"] == "template"
 
 
 @pytest.mark.parametrize(
     "route", ["/snapshots/s1/fork", "/snapshots/base/fork", "/sandboxes/one/clone", "/sandboxes/one/fork"]
 )
-def test_a_single_fork_takes_a_name(api: httpx.Client, taken: str, route: str) -> None:
-    answer = api.post(route, json={"name": "single"})
-    assert answer.status_code == 201, answer.text
+def test_a_single_fork_takes_a_name(api: httpx.Client, snapshot_id: str, route: str) -> None:
+    response = api.post(route, json={"name": "single"})
+    assert response.status_code == 201, response.text
     assert len(api.get("/sandboxes", params={"name": "single"}).json()) == 1
 
 
-def test_a_count_of_one_keeps_the_name(api: httpx.Client, taken: str) -> None:
-    made = api.post("/snapshots/s1/fork", json={"name": "single", "count": 1}).json()
-    assert [sandbox["name"] for sandbox in made["sandboxes"]] == ["single"]
+def test_a_count_of_one_keeps_the_name(api: httpx.Client, snapshot_id: str) -> None:
+    forks = api.post("/snapshots/s1/fork", json={"name": "single", "count": 1}).json()
+    assert [sandbox["name"] for sandbox in forks["sandboxes"]] == ["single"]
 
 
 @pytest.mark.parametrize(
@@ -88,47 +88,53 @@ def test_a_count_of_one_keeps_the_name(api: httpx.Client, taken: str) -> None:
         ({"name": "a", "count": 2}, "name is for a single sandbox, but count is 2: use names"),
         ({"name": "a", "names": ["b", "c"]}, "leave name out"),
         ({"count": 3, "names": ["b", "c"]}, "count is 3, but there are 2 names"),
-        ({"names": ["b", "b"]}, "each name can be used only once"),
+        ({"names": ["b", "b"]}, "use each name only once"),
     ],
 )
-def test_conflicting_names_for_forks(api: httpx.Client, taken: str, body: dict[str, Any], words: str) -> None:
-    answer = api.post("/snapshots/s1/fork", json=body)
-    assert answer.status_code == 400 and words in answer.json()["message"]
+def test_conflicting_names_for_forks_are_refused(
+    api: httpx.Client, snapshot_id: str, body: dict[str, Any], words: str
+) -> None:
+    response = api.post("/snapshots/s1/fork", json=body)
+    assert response.status_code == 400 and words in response.json()["message"]
     assert len(api.get("/sandboxes").json()) == 1
 
 
-def test_delete_names_every_blocker(api: httpx.Client, taken: str) -> None:
+def test_deleting_a_snapshot_in_use_lists_its_users(api: httpx.Client, snapshot_id: str) -> None:
     fork = api.post("/snapshots/s1/fork").json()["sandboxID"]
-    refused = api.delete("/snapshots/s1")
-    assert refused.status_code == 409
-    assert refused.json()["kind"] == "in_use" and refused.json()["blockers"] == [fork]
-    details = refused.json()["details"]
+    response = api.delete("/snapshots/s1")
+    assert response.status_code == 409
+    assert response.json()["kind"] == "in_use" and response.json()["blockers"] == [fork]
+    details = response.json()["details"]
     assert details["resource"] == "snapshot" and details["overrides"] == ["when=unused"]
     assert [(user["kind"], user["id"]) for user in details["users"]] == [("sandbox", fork)]
-    hidden = api.delete("/snapshots/s1?when=unused")
-    assert hidden.status_code == 202
-    assert hidden.json() == {"snapshotID": taken, "status": "hidden", "blockers": [fork]}
+    hidden_response = api.delete("/snapshots/s1?when=unused")
+    assert hidden_response.status_code == 202
+    assert hidden_response.json() == {"snapshotID": snapshot_id, "status": "hidden", "blockers": [fork]}
     assert api.get("/snapshots/s1").status_code == 404
     assert api.delete("/snapshots/s1?when=later").status_code == 400
 
 
-def test_snapshots_can_be_deleted_as_templates(api: httpx.Client, taken: str) -> None:
-    assert api.delete(f"/templates/{taken}").status_code == 204
-    missing = api.delete(f"/templates/{taken}")
-    assert missing.status_code == 404 and "template" in missing.json()["message"] and taken in missing.json()["message"]
+def test_snapshots_can_be_deleted_as_templates(api: httpx.Client, snapshot_id: str) -> None:
+    assert api.delete(f"/templates/{snapshot_id}").status_code == 204
+    response = api.delete(f"/templates/{snapshot_id}")
+    assert (
+        response.status_code == 404
+        and "template" in response.json()["message"]
+        and snapshot_id in response.json()["message"]
+    )
 
 
-def test_a_taken_name_is_a_conflict(api: httpx.Client, taken: str) -> None:
-    answer = api.post("/sandboxes/one/snapshots", json={"name": "s1"})
-    assert answer.status_code == 409
-    assert answer.json()["kind"] == "name_taken" and answer.json()["blockers"] == [taken]
+def test_a_name_in_use_is_a_conflict(api: httpx.Client, snapshot_id: str) -> None:
+    response = api.post("/sandboxes/one/snapshots", json={"name": "s1"})
+    assert response.status_code == 409
+    assert response.json()["kind"] == "name_taken" and response.json()["blockers"] == [snapshot_id]
 
 
-def test_lineage(api: httpx.Client, taken: str) -> None:
+def test_the_lineage_contains_all_descendants(api: httpx.Client, snapshot_id: str) -> None:
     fork = api.post("/snapshots/s1/fork").json()["sandboxID"]
     (template,) = api.get("/lineage").json()
     sandbox = template["children"][0]
     assert "base" in template["names"] and sandbox["names"] == ["one"]
-    assert sandbox["children"][0]["id"] == taken and sandbox["children"][0]["children"][0]["id"] == fork
-    assert api.get("/lineage", params={"root": "s1"}).json()[0]["id"] == taken
+    assert sandbox["children"][0]["id"] == snapshot_id and sandbox["children"][0]["children"][0]["id"] == fork
+    assert api.get("/lineage", params={"root": "s1"}).json()[0]["id"] == snapshot_id
     assert api.get("/lineage", params={"root": "nothing"}).status_code == 404

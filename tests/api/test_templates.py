@@ -11,32 +11,32 @@ import pytest
 from tests.api.memory_gateway import MemoryGateway
 
 
-def test_a_ready_template(api: httpx.Client) -> None:
-    shown = api.get("/templates/base").json()
-    assert shown["names"] == shown["aliases"] == ["base"] and shown["buildStatus"] == "ready"
-    assert shown["recipe"]["from"] == "debootstrap" and shown["recipe"]["packages"] == ["python3"]
-    assert shown["cpuCount"] == 1 and shown["forks"] == 0 and len(shown["digest"]) == 64
-    assert api.get(f"/templates/{shown['templateID']}").json() == shown
-    assert [item["templateID"] for item in api.get("/templates?name=base").json()] == [shown["templateID"]]
+def test_a_ready_template_has_all_its_fields(api: httpx.Client) -> None:
+    template = api.get("/templates/base").json()
+    assert template["names"] == template["aliases"] == ["base"] and template["buildStatus"] == "ready"
+    assert template["recipe"]["from"] == "debootstrap" and template["recipe"]["packages"] == ["python3"]
+    assert template["cpuCount"] == 1 and template["forks"] == 0 and len(template["digest"]) == 64
+    assert api.get(f"/templates/{template['templateID']}").json() == template
+    assert [item["templateID"] for item in api.get("/templates?name=base").json()] == [template["templateID"]]
     assert api.get("/templates?name=other").json() == []
 
 
 def test_a_returned_recipe_can_be_posted_again(api: httpx.Client) -> None:
-    shown = api.get("/templates/base").json()
-    again = api.post("/templates", json={"name": "base", **shown["recipe"]})
-    assert again.status_code == 200
-    assert again.json()["buildStatus"] == "ready" and again.json()["templateID"] == shown["templateID"]
+    template = api.get("/templates/base").json()
+    response = api.post("/templates", json={"name": "base", **template["recipe"]})
+    assert response.status_code == 200
+    assert response.json()["buildStatus"] == "ready" and response.json()["templateID"] == template["templateID"]
 
 
 def test_a_build_can_be_followed_to_its_end(memory_gateway: MemoryGateway, api: httpx.Client) -> None:
     memory_gateway.host.build_seconds = 0.2
-    started = api.post("/templates", json={"name": "made", "setup": ["touch /made"], "memoryMB": 512})
-    assert started.status_code == 202 and started.json()["buildStatus"] == "building"
+    build_response = api.post("/templates", json={"name": "made", "setup": ["touch /made"], "memoryMB": 512})
+    assert build_response.status_code == 202 and build_response.json()["buildStatus"] == "building"
     assert api.get("/templates/made").json()["buildStatus"] == "building"
     assert "made" in [name for item in api.get("/templates").json() for name in item["names"]]
-    route = f"/templates/{started.json()['templateID']}/builds/{started.json()['buildID']}"
-    with api.stream("GET", f"{route}/logs", params={"follow": "true"}) as answer:
-        lines = list(answer.iter_lines())
+    route = f"/templates/{build_response.json()['templateID']}/builds/{build_response.json()['buildID']}"
+    with api.stream("GET", f"{route}/logs", params={"follow": "true"}) as response:
+        lines = list(response.iter_lines())
     assert "$ touch /made" in lines and "ran touch /made" in lines and lines[-1] == "ready"
     status = api.get(f"{route}/status", params={"logsOffset": len(lines) - 1}).json()
     assert status["status"] == "ready" and status["logs"] == ["ready"] and status["reason"] is None
@@ -47,17 +47,17 @@ def test_a_build_can_be_followed_to_its_end(memory_gateway: MemoryGateway, api: 
 
 
 def test_a_failed_build_gives_a_reason(api: httpx.Client) -> None:
-    started = api.post("/templates", json={"name": "broken", "setup": ["fail"]}).json()
-    route = f"/templates/{started['templateID']}/builds/{started['buildID']}"
+    build_fields = api.post("/templates", json={"name": "broken", "setup": ["fail"]}).json()
+    route = f"/templates/{build_fields['templateID']}/builds/{build_fields['buildID']}"
     api.get(f"{route}/logs", params={"follow": "true"})
     status = api.get(f"{route}/status").json()
     assert status["status"] == "error" and "exit code 1" in status["reason"]
-    shown = api.get("/templates/broken").json()
-    assert shown["buildStatus"] == "error" and "exit code 1" in shown["reason"]
+    template = api.get("/templates/broken").json()
+    assert template["buildStatus"] == "error" and "exit code 1" in template["reason"]
     assert api.post("/sandboxes", json={"templateID": "broken"}).status_code == 404
 
 
-def test_bad_recipes(api: httpx.Client) -> None:
+def test_invalid_recipes_are_refused(api: httpx.Client) -> None:
     for body, words in (
         ({"name": "x", "from": "rootfs"}, "path"),
         ({"name": "x", "from": "nowhere"}, "from"),
@@ -67,37 +67,37 @@ def test_bad_recipes(api: httpx.Client) -> None:
         ({"name": "x", "readyTimeout": 1e9}, "ready_timeout"),
         ({}, "name"),
     ):
-        answer = api.post("/templates", json=body)
-        assert answer.status_code == 400, answer.text
-        assert words in answer.json()["message"] and len(answer.json()["message"]) < 500
+        response = api.post("/templates", json=body)
+        assert response.status_code == 400, response.text
+        assert words in response.json()["message"] and len(response.json()["message"]) < 500
 
 
-def test_aliases(api: httpx.Client) -> None:
-    named = api.put("/templates/base/alias", json={"alias": "ground"})
-    assert named.status_code == 200 and named.json()["names"] == ["base", "ground"]
+def test_an_alias_is_an_additional_name(api: httpx.Client) -> None:
+    response = api.put("/templates/base/alias", json={"alias": "ground"})
+    assert response.status_code == 200 and response.json()["names"] == ["base", "ground"]
     assert api.get("/templates/ground").json()["names"] == ["base", "ground"]
 
 
-def test_missing_templates_and_builds(api: httpx.Client) -> None:
+def test_missing_templates_and_builds_are_not_found(api: httpx.Client) -> None:
     for route in ("/templates/nothing", "/templates/base/builds/nothing/status", "/templates/nothing/builds/x/logs"):
-        answer = api.get(route)
-        assert answer.status_code == 404 and "not found" in answer.json()["message"]
-    answer = api.post("/sandboxes", json={"templateID": "nothing"})
-    assert answer.status_code == 404
-    assert "template" in answer.json()["message"] and "'nothing' not found" in answer.json()["message"]
+        response = api.get(route)
+        assert response.status_code == 404 and "not found" in response.json()["message"]
+    response = api.post("/sandboxes", json={"templateID": "nothing"})
+    assert response.status_code == 404
+    assert "template" in response.json()["message"] and "'nothing' not found" in response.json()["message"]
 
 
-def test_a_template_of_another_guest_is_outdated_until_it_is_built_again(
+def test_a_template_of_another_guest_is_outdated_until_it_is_rebuilt(
     memory_gateway: MemoryGateway, api: httpx.Client, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     body = {"name": "mine", "packages": ["curl"]}
-    first = build(api, body)
-    assert first["outdated"] is False
+    template = build(api, body)
+    assert template["outdated"] is False
     monkeypatch.setattr(memory_gateway.host, "guest_digest", lambda: "a newer guest")
     assert api.get("/templates/mine").json()["outdated"] is True
     assert [each["outdated"] for each in api.get("/templates?name=mine").json()] == [True]
-    again = build(api, body)
-    assert again["outdated"] is False and again["templateID"] != first["templateID"]
+    rebuilt_template = build(api, body)
+    assert rebuilt_template["outdated"] is False and rebuilt_template["templateID"] != template["templateID"]
     assert api.post("/templates", json=body).status_code == 200
 
 
@@ -105,11 +105,11 @@ def test_a_template_being_built_and_a_failed_one_are_not_outdated(
     memory_gateway: MemoryGateway, api: httpx.Client
 ) -> None:
     memory_gateway.host.build_seconds = 0.2
-    started = api.post("/templates", json={"name": "made", "setup": ["fail"]}).json()
+    build_fields = api.post("/templates", json={"name": "made", "setup": ["fail"]}).json()
     assert api.get("/templates/made").json()["outdated"] is False
-    api.get(f"/templates/{started['templateID']}/builds/{started['buildID']}/logs", params={"follow": "true"})
-    failed = api.get("/templates/made").json()
-    assert failed["buildStatus"] == "error" and failed["outdated"] is False
+    api.get(f"/templates/{build_fields['templateID']}/builds/{build_fields['buildID']}/logs", params={"follow": "true"})
+    template = api.get("/templates/made").json()
+    assert template["buildStatus"] == "error" and template["outdated"] is False
 
 
 def test_new_files_at_the_path_do_not_make_a_template_outdated(
@@ -126,7 +126,7 @@ def test_new_files_at_the_path_do_not_make_a_template_outdated(
     assert api.get("/templates/mine").json()["outdated"] is True
 
 
-def test_a_template_of_an_older_gateway_is_outdated_as_far_as_its_record_tells(
+def test_whether_a_template_of_an_older_gateway_is_outdated_may_be_unknown(
     memory_gateway: MemoryGateway, api: httpx.Client, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Older records do not have the digest of the files at the path."""
@@ -141,11 +141,11 @@ def test_a_template_of_an_older_gateway_is_outdated_as_far_as_its_record_tells(
 
 
 def build(api: httpx.Client, body: dict[str, Any]) -> dict[str, Any]:
-    """Build a template, and return its description."""
-    started = api.post("/templates", json=body)
-    assert started.status_code == 202
-    route = f"/templates/{started.json()['templateID']}/builds/{started.json()['buildID']}"
+    """Build a template, and return it as the API describes it."""
+    response = api.post("/templates", json=body)
+    assert response.status_code == 202
+    route = f"/templates/{response.json()['templateID']}/builds/{response.json()['buildID']}"
     api.get(f"{route}/logs", params={"follow": "true"})
-    shown: dict[str, Any] = api.get(f"/templates/{body['name']}").json()
-    assert shown["buildStatus"] == "ready"
-    return shown
+    template: dict[str, Any] = api.get(f"/templates/{body['name']}").json()
+    assert template["buildStatus"] == "ready"
+    return template

@@ -1,4 +1,4 @@
-"""Unknown fields in bodies: a warning, or with `?strict=true` an error."""
+"""Unknown fields in bodies cause a warning, or with `?strict=true` an error."""
 
 from __future__ import annotations
 
@@ -16,18 +16,18 @@ from ansible_collections.grove.sandbox.plugins.module_utils._client import Clien
 from sandbox_gateway.api.body import Body
 from sandbox_gateway.api.forkd import shapes as forkd
 from sandbox_gateway.api.native import requests
-from sandbox_gateway.api.unknown_fields import find_unknown
+from sandbox_gateway.api.unknown_fields import find_unknown_fields
 from sandbox_gateway.cli.client import Client as CommandClient
 from tests.api.memory_gateway import MemoryGateway
 from tests.api.test_errors import check_refused
 
 
-def paths(model: type[Body], data: Any) -> list[str]:
-    return [field.path for field in find_unknown(model, data)]
+def find_unknown_paths(model: type[Body], data: Any) -> list[str]:
+    return [field.path for field in find_unknown_fields(model, data)]
 
 
 @pytest.mark.parametrize(
-    ("method", "route", "body", "path", "close"),
+    ("method", "route", "body", "path", "similar"),
     [
         ("POST", "/sandboxes", {"templateID": "base", "tmeout": 5}, "tmeout", "timeout"),
         ("POST", "/sandboxes", {"templateID": "base", "memory_MB": 256}, "memory_MB", "memoryMB"),
@@ -57,15 +57,15 @@ def paths(model: type[Body], data: Any) -> list[str]:
     ],
 )
 def test_an_unknown_field_causes_a_warning_or_an_error(
-    api: httpx.Client, sandbox: dict[str, Any], method: str, route: str, body: dict[str, Any], path: str, close: str
+    api: httpx.Client, sandbox: dict[str, Any], method: str, route: str, body: dict[str, Any], path: str, similar: str
 ) -> None:
     api.post("/volumes", json={"name": "vol"}).raise_for_status()
     message = check_refused(api.request(method, route, params={"strict": True}, json=body), 400, "invalid")
-    hint = f" (did you mean {close}?)" if close else ""
-    assert message == f"unknown field: {path}{hint}: correct or leave out each of them"
-    answer = api.request(method, route, json=body)
-    assert answer.is_success, answer.text
-    assert answer.headers.get_list("warning") == [f'299 - "ignored fields: {path}"']
+    hint = f" (did you mean {similar}?)" if similar else ""
+    assert message == f"unknown field: {path}{hint}: correct or remove it"
+    response = api.request(method, route, json=body)
+    assert response.is_success, response.text
+    assert response.headers.get_list("warning") == [f'299 - "ignored fields: {path}"']
 
 
 def test_all_unknown_fields_are_named(api: httpx.Client) -> None:
@@ -76,23 +76,23 @@ def test_all_unknown_fields_are_named(api: httpx.Client) -> None:
 
 
 def test_other_errors_include_the_warning(api: httpx.Client) -> None:
-    answer = api.post("/sandboxes", json={"templateId": "base"})
-    assert "templateID: this field is required" in check_refused(answer, 400, "invalid")
-    assert answer.headers["warning"] == '299 - "ignored fields: templateId"'
+    response = api.post("/sandboxes", json={"templateId": "base"})
+    assert "templateID: this field is required" in check_refused(response, 400, "invalid")
+    assert response.headers["warning"] == '299 - "ignored fields: templateId"'
 
 
 @pytest.mark.parametrize("strict", ["", "?strict=true"])
 def test_known_fields_cause_no_warning(api: httpx.Client, strict: str) -> None:
     body = {"templateID": "base", "name": "one", "metadata": {"any": "key"}, "envVars": {"ANY": "1"}}
-    answer = api.post(f"/sandboxes{strict}", json=body | {"network": {"allow_internet_access": True}})
-    assert answer.status_code == 201 and "warning" not in answer.headers
-    for answer in (
+    response = api.post(f"/sandboxes{strict}", json=body | {"network": {"allow_internet_access": True}})
+    assert response.status_code == 201 and "warning" not in response.headers
+    for response in (
         api.post(f"/sandboxes/one/snapshots{strict}"),
         api.post(f"/sandboxes/one/exec{strict}", json={"args": ["id"]}),
         api.get(f"/sandboxes{strict}"),
         api.delete(f"/sandboxes/one{strict}"),
     ):
-        assert answer.is_success and "warning" not in answer.headers
+        assert response.is_success and "warning" not in response.headers
 
 
 def test_strict_must_be_true_or_false(api: httpx.Client) -> None:
@@ -102,32 +102,32 @@ def test_strict_must_be_true_or_false(api: httpx.Client) -> None:
 @pytest.mark.parametrize("content", [b"", b"null", b"[1]", b"{bad", b"[" * 100_000, b'"x"'])
 def test_invalid_bodies_are_refused_in_both_modes(api: httpx.Client, content: bytes) -> None:
     for kind in ("application/json", "text/plain"):
-        said = [
+        messages = [
             check_refused(api.post(route, content=content, headers={"Content-Type": kind}), 400, "invalid")
             for route in ("/sandboxes", "/sandboxes?strict=true")
         ]
-        assert said[0] == said[1]
+        assert messages[0] == messages[1]
 
 
 def test_a_warning_is_short_and_printable(api: httpx.Client) -> None:
     names = ['a"b\\c', "\x1b[31m", "line\r\nX-Evil: 1", "größe", "\ud800", "long" * 1000]
     body = {"templateID": "base", **dict.fromkeys(names, 1), **{f"k{number}": 1 for number in range(1000)}}
-    answer = api.post("/sandboxes", content=json.dumps(body).encode())
-    assert answer.status_code == 201 and "x-evil" not in answer.headers
-    warning = answer.headers["warning"]
+    response = api.post("/sandboxes", content=json.dumps(body).encode())
+    assert response.status_code == 201 and "x-evil" not in response.headers
+    warning = response.headers["warning"]
     assert len(warning) < 700 and re.fullmatch(r'299 - "ignored fields: [ !#-\[\]-~]*"', warning)
     message = check_refused(api.post("/sandboxes?strict=true", content=json.dumps(body).encode()), 400, "invalid")
     assert len(message) < 4001 and "and more" in message and message.isprintable()
 
 
 def test_checking_a_large_body_is_fast() -> None:
-    """The event loop waits for this check."""
-    worst = {f"tmeout{number}" + "x" * 100: 1 for number in range(30_000)}
-    nested = {"volumeMounts": [{}] * 1_000_000}
-    begun = time.process_time()
-    first = [str(field) for _, field in zip(range(25), find_unknown(requests.Fork, worst), strict=False)]
-    assert len(first) == 25 and paths(requests.Fork, nested) == []
-    assert time.process_time() - begun < 0.25
+    """The check blocks the event loop."""
+    many_fields = {f"tmeout{number}" + "x" * 100: 1 for number in range(30_000)}
+    many_mounts = {"volumeMounts": [{}] * 1_000_000}
+    started_at = time.process_time()
+    first = [str(field) for _, field in zip(range(25), find_unknown_fields(requests.Fork, many_fields), strict=False)]
+    assert len(first) == 25 and find_unknown_paths(requests.Fork, many_mounts) == []
+    assert time.process_time() - started_at < 0.25
 
 
 E2B = {
@@ -152,13 +152,13 @@ E2B = {
 @pytest.mark.parametrize("name", E2B)
 def test_the_published_client_sends_only_known_fields(name: str) -> None:
     source = inspect.getsource(getattr(e2b_models, name).from_dict)
-    sent = re.findall(r'd\.pop\("(\w+)"', source)
-    assert sent and paths(E2B[name], dict.fromkeys(sent)) == []
+    fields = re.findall(r'd\.pop\("(\w+)"', source)
+    assert fields and find_unknown_paths(E2B[name], dict.fromkeys(fields)) == []
 
 
 def test_python_field_names_are_known() -> None:
-    assert paths(requests.CreateSandbox, {"template": "base", "memory_mb": 1}) == []
-    assert paths(forkd.Branch, {"tag": "a", "measure_diff": True, "wait": False, "parent_tag": "b"}) == []
+    assert find_unknown_paths(requests.CreateSandbox, {"template": "base", "memory_mb": 1}) == []
+    assert find_unknown_paths(forkd.Branch, {"tag": "a", "measure_diff": True, "wait": False, "parent_tag": "b"}) == []
 
 
 @pytest.mark.parametrize("client", [Client, CommandClient])

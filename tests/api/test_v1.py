@@ -1,4 +1,4 @@
-"""forkd's API, through a served gateway and, where a test says so, by the published client."""
+"""forkd's API, on a served gateway; some tests use the published client."""
 
 from __future__ import annotations
 
@@ -31,23 +31,23 @@ def sandbox_id(api: httpx.Client) -> str:
 
 
 def spawn_sandbox(api: httpx.Client, tag: str = "base", **body: Any) -> list[Json]:
-    answer = api.post("/v1/sandboxes", json={"snapshot_tag": tag, **body})
-    assert answer.status_code == 201, answer.text
-    made: list[Json] = answer.json()
-    return made
+    response = api.post("/v1/sandboxes", json={"snapshot_tag": tag, **body})
+    assert response.status_code == 201, response.text
+    sandboxes: list[Json] = response.json()
+    return sandboxes
 
 
 def create_branch(api: httpx.Client, sandbox: str, **body: Any) -> Json:
-    answer = api.post(f"/v1/sandboxes/{sandbox}/branch", json=body)
-    assert answer.status_code == 201, answer.text
-    taken: Json = answer.json()
-    return taken
+    response = api.post(f"/v1/sandboxes/{sandbox}/branch", json=body)
+    assert response.status_code == 201, response.text
+    snapshot: Json = response.json()
+    return snapshot
 
 
-def refusal_message(answer: httpx.Response, status: int) -> str:
-    """The error message of a refusal."""
-    assert answer.status_code == status, answer.text
-    sentence: str = answer.json()["error"]
+def refusal_message(response: httpx.Response, status: int) -> str:
+    """Return the error message of a refused request."""
+    assert response.status_code == status, response.text
+    sentence: str = response.json()["error"]
     return sentence
 
 
@@ -56,13 +56,13 @@ def list_tags(api: httpx.Client) -> set[str]:
 
 
 def test_health_needs_no_key_and_version_does(memory_gateway: MemoryGateway) -> None:
-    with memory_gateway.client("") as nobody, memory_gateway.client(READ_KEY) as reader:
-        assert nobody.get("/healthz").json() == {"ok": True}
-        assert "API key" in refusal_message(nobody.get("/version"), 401)
+    with memory_gateway.client("") as keyless, memory_gateway.client(READ_KEY) as reader:
+        assert keyless.get("/healthz").json() == {"ok": True}
+        assert "API key" in refusal_message(keyless.get("/version"), 401)
         assert reader.get("/version").json() == {"version": reader.get("/health").json()["version"], "api": "v1"}
 
 
-def test_scopes(memory_gateway: MemoryGateway, sandbox_id: str) -> None:
+def test_forkd_routes_need_a_key_of_sufficient_scope(memory_gateway: MemoryGateway, sandbox_id: str) -> None:
     with memory_gateway.client(READ_KEY) as reader, memory_gateway.client(EXEC_KEY) as runner:
         for verb, body in (("exec", {"args": ["exit", "0"]}), ("eval", {"code": "1"}), ("ping", {})):
             assert runner.post(f"/v1/sandboxes/{sandbox_id}/{verb}", json=body).status_code == 200
@@ -74,16 +74,15 @@ def test_scopes(memory_gateway: MemoryGateway, sandbox_id: str) -> None:
             assert caller.post("/v1/sandboxes", json={"snapshot_tag": "base"}).status_code == 403
 
 
-def test_the_published_client(client: forkd.Controller) -> None:
-    """All calls of the client."""
+def test_all_calls_of_the_published_client_succeed(client: forkd.Controller) -> None:
     (first,) = client.spawn_sandboxes("base", per_child_netns=True, prewarm=True, hugepages=True)
     assert first["snapshot_tag"] == "base" and first["guest_addr"].endswith(":8888")
     assert client.get_sandbox(first["id"]) == first and client.list_sandboxes() == [first]
     assert client.eval_code(first["id"], "counter = 41") == {"result": "None", "error": None, "exit_code": 0}
     checkpoint = client.branch_sandbox(first["id"], tag="checkpoint-1", mode="full")
     assert checkpoint["branched_from"] == first["id"] and checkpoint["status"] == "ready" and checkpoint["bootable"]
-    again = client.branch_sandbox(first["id"], diff=True, wait=False)
-    assert again["status"] == "ready" and again["diff_physical_bytes"] < again["diff_logical_bytes"]
+    second = client.branch_sandbox(first["id"], diff=True, wait=False)
+    assert second["status"] == "ready" and second["diff_physical_bytes"] < second["diff_logical_bytes"]
     children = client.spawn_sandboxes(checkpoint["tag"], n=3)
     assert [client.eval_code(child["id"], "counter + 1")["result"] for child in children] == ["42"] * 3
     assert client.exec_command(children[0]["id"], ["exit", "3"]) == {
@@ -95,25 +94,25 @@ def test_the_published_client(client: forkd.Controller) -> None:
     for sandbox in (first, *children):
         client.kill_sandbox(sandbox["id"])
     assert client.list_sandboxes() == []
-    for tag in (checkpoint["tag"], again["tag"]):
+    for tag in (checkpoint["tag"], second["tag"]):
         client.delete_snapshot(tag)
     assert [snapshot["tag"] for snapshot in client.list_snapshots()] == ["base"]
-    with pytest.raises(forkd.ControllerError) as caught:
+    with pytest.raises(forkd.ControllerError) as error_info:
         client.get_sandbox(first["id"])
-    assert caught.value.status == 404 and "not found" in caught.value.body["error"]
+    assert error_info.value.status == 404 and "not found" in error_info.value.body["error"]
 
 
 @pytest.mark.parametrize("mode", [each for each in Memory if each is not Memory.NONE])
-def test_captures_of_changes_report_their_size(mode: Memory) -> None:
-    shown = shapes.snapshot_info(Snapshot(memory=mode, memory_bytes_written=4096), {"dir": "/memory"})
-    assert shown.diff_physical_bytes == (None if mode is Memory.FULL else 4096)
+def test_incremental_captures_report_their_size(mode: Memory) -> None:
+    info = shapes.snapshot_info(Snapshot(memory=mode, memory_bytes_written=4096), {"dir": "/memory"})
+    assert info.diff_physical_bytes == (None if mode is Memory.FULL else 4096)
 
 
 def test_a_branch_returns_its_snapshot(memory_gateway: MemoryGateway, api: httpx.Client, sandbox_id: str) -> None:
-    taken = create_branch(api, sandbox_id, tag="cp_1")
+    branch = create_branch(api, sandbox_id, tag="cp_1")
     id = memory_gateway.engine.snapshots.get("cp_1").id
-    assert taken.pop("created_at_unix") > 1_700_000_000
-    assert taken == {
+    assert branch.pop("created_at_unix") > 1_700_000_000
+    assert branch == {
         "tag": "cp_1",
         "id": id,
         "dir": f"/memory/{id}",
@@ -138,10 +137,10 @@ def test_a_template_is_a_snapshot_without_a_sandbox(api: httpx.Client) -> None:
 
 
 def test_a_snapshot_with_an_invalid_tag_is_listed_by_id(api: httpx.Client, sandbox_id: str) -> None:
-    named = api.post(f"/sandboxes/{sandbox_id}/snapshots", json={"name": "v1.0"}).json()["snapshotID"]
-    nameless = api.post(f"/sandboxes/{sandbox_id}/snapshots", json={}).json()["snapshotID"]
-    assert list_tags(api) == {"base", named, nameless}
-    assert spawn_sandbox(api, "v1.0")[0]["snapshot_tag"] == spawn_sandbox(api, named)[0]["snapshot_tag"] == named
+    named_id = api.post(f"/sandboxes/{sandbox_id}/snapshots", json={"name": "v1.0"}).json()["snapshotID"]
+    unnamed_id = api.post(f"/sandboxes/{sandbox_id}/snapshots", json={}).json()["snapshotID"]
+    assert list_tags(api) == {"base", named_id, unnamed_id}
+    assert spawn_sandbox(api, "v1.0")[0]["snapshot_tag"] == spawn_sandbox(api, named_id)[0]["snapshot_tag"] == named_id
 
 
 def test_branch_numbers_are_not_reused(memory_gateway: MemoryGateway, api: httpx.Client, sandbox_id: str) -> None:
@@ -149,17 +148,17 @@ def test_branch_numbers_are_not_reused(memory_gateway: MemoryGateway, api: httpx
     assert [first["tag"], second["tag"]] == [f"branch-{sandbox_id}-1", f"branch-{sandbox_id}-2"]
     create_branch(api, sandbox_id, tag=f"branch-{sandbox_id}-3")
     assert api.delete(f"/v1/snapshots/{second['tag']}").status_code == 204
-    assert create_branch(api, sandbox_id)["tag"] == f"branch-{sandbox_id}-4", "the third is taken, the second was"
+    assert create_branch(api, sandbox_id)["tag"] == f"branch-{sandbox_id}-4", "numbers 2 and 3 were used"
     api.delete(f"/v1/snapshots/branch-{sandbox_id}-4")
-    restarted = Sandbox.model_validate_json(memory_gateway.host.saved[sandbox_id].model_dump_json())
-    assert restarted.branches == 4, "it is in the record, which a restarted gateway reads"
+    stored = Sandbox.model_validate_json(memory_gateway.host.saved[sandbox_id].model_dump_json())
+    assert stored.branches == 4, "the record, which a restarted gateway reads, contains the number"
     api.post(f"/sandboxes/{sandbox_id}/pause").raise_for_status()
     assert "paused" in refusal_message(api.post(f"/v1/sandboxes/{sandbox_id}/branch"), 409)
     api.post(f"/sandboxes/{sandbox_id}/resume").raise_for_status()
     assert create_branch(api, sandbox_id)["tag"] == f"branch-{sandbox_id}-5"
 
 
-def test_invalid_tags(api: httpx.Client, sandbox_id: str) -> None:
+def test_invalid_tags_are_refused(api: httpx.Client, sandbox_id: str) -> None:
     for tag in ("", "a" * 65, "a b", "../etc", "v1.0", "ä", "-x", "_x", "x\n"):
         sentence = refusal_message(api.post(f"/v1/sandboxes/{sandbox_id}/branch", json={"tag": tag}), 400)
         assert "1 to 64 letters, digits" in sentence, tag
@@ -168,10 +167,10 @@ def test_invalid_tags(api: httpx.Client, sandbox_id: str) -> None:
 
 def test_a_tag_in_use_is_refused_without_changes(api: httpx.Client, sandbox_id: str) -> None:
     create_branch(api, sandbox_id, tag="cp")
-    before = api.get(f"/sandboxes/{sandbox_id}").json()
-    for taken in ("cp", "base", sandbox_id):
-        assert taken in refusal_message(api.post(f"/v1/sandboxes/{sandbox_id}/branch", json={"tag": taken}), 409)
-    assert api.get(f"/sandboxes/{sandbox_id}").json() == before
+    sandbox_before = api.get(f"/sandboxes/{sandbox_id}").json()
+    for used_tag in ("cp", "base", sandbox_id):
+        assert used_tag in refusal_message(api.post(f"/v1/sandboxes/{sandbox_id}/branch", json={"tag": used_tag}), 409)
+    assert api.get(f"/sandboxes/{sandbox_id}").json() == sandbox_before
     assert list_tags(api) == {"base", "cp"}
 
 
@@ -179,8 +178,8 @@ def test_concurrent_branches_with_one_tag(memory_gateway: MemoryGateway, api: ht
     sandboxes = [each["id"] for each in spawn_sandbox(api, n=4)]
 
     def try_branch(sandbox: str) -> int:
-        with memory_gateway.client(ADMIN_KEY) as own:
-            return own.post(f"/v1/sandboxes/{sandbox}/branch", json={"tag": "cp"}).status_code
+        with memory_gateway.client(ADMIN_KEY) as client:
+            return client.post(f"/v1/sandboxes/{sandbox}/branch", json={"tag": "cp"}).status_code
 
     with ThreadPoolExecutor() as pool:
         assert sorted(pool.map(try_branch, sandboxes)) == [201, 409, 409, 409]
@@ -189,22 +188,22 @@ def test_concurrent_branches_with_one_tag(memory_gateway: MemoryGateway, api: ht
 
 def test_concurrent_branches_get_distinct_numbers(memory_gateway: MemoryGateway, sandbox_id: str) -> None:
     def try_branch(_: int) -> str:
-        with memory_gateway.client(ADMIN_KEY) as own:
-            tag: str = own.post(f"/v1/sandboxes/{sandbox_id}/branch", json={}).json()["tag"]
+        with memory_gateway.client(ADMIN_KEY) as client:
+            tag: str = client.post(f"/v1/sandboxes/{sandbox_id}/branch", json={}).json()["tag"]
             return tag
 
     with ThreadPoolExecutor() as pool:
         assert sorted(pool.map(try_branch, range(5))) == [f"branch-{sandbox_id}-{number}" for number in range(1, 6)]
 
 
-def test_unsupported_branch_options(api: httpx.Client, sandbox_id: str) -> None:
+def test_unsupported_branch_options_are_refused(api: httpx.Client, sandbox_id: str) -> None:
     create_branch(api, spawn_sandbox(api)[0]["id"], tag="other")
     for body, words in (
         ({"mode": "live"}, "is paused"),
         ({"live": True}, "is paused"),
-        ({"mode": "diff", "diff": True}, "exclude"),
-        ({"mode": "full", "diff": True}, "exclude"),
-        ({"diff": True, "live": True}, "exclude"),
+        ({"mode": "diff", "diff": True}, "mutually exclusive"),
+        ({"mode": "full", "diff": True}, "mutually exclusive"),
+        ({"diff": True, "live": True}, "mutually exclusive"),
         ({"diff": True, "measure_diff": True}, "measure_diff"),
         ({"mode": "fast"}, "mode"),
         ({"parent_tag": "base"}, "valid only with mode diff"),
@@ -214,7 +213,7 @@ def test_unsupported_branch_options(api: httpx.Client, sandbox_id: str) -> None:
     assert list_tags(api) == {"base", "other"}
 
 
-def test_supported_branch_options(api: httpx.Client, sandbox_id: str) -> None:
+def test_supported_branch_options_are_accepted(api: httpx.Client, sandbox_id: str) -> None:
     api.post(f"/v1/sandboxes/{sandbox_id}/branch").raise_for_status()
     create_branch(api, sandbox_id, mode="full", measure_diff=True, wait=False)
     create_branch(api, sandbox_id, mode="diff", parent_tag="base", tag="cp")
@@ -224,13 +223,13 @@ def test_supported_branch_options(api: httpx.Client, sandbox_id: str) -> None:
     )
 
 
-def test_a_branch_of_a_missing_sandbox(api: httpx.Client) -> None:
+def test_branching_a_missing_sandbox_fails(api: httpx.Client) -> None:
     for body in ({}, {"tag": "base"}, {"tag": "new"}):
         assert "'nothing' not found" in refusal_message(api.post("/v1/sandboxes/nothing/branch", json=body), 404)
 
 
 @pytest.mark.parametrize(("failure", "status"), [(BackendFailed("no pause"), 500), (NoSpace("the disk is full"), 507)])
-def test_a_failed_capture_leaves_nothing(
+def test_a_failed_capture_leaves_no_snapshot(
     memory_gateway: MemoryGateway,
     api: httpx.Client,
     sandbox_id: str,
@@ -241,8 +240,8 @@ def test_a_failed_capture_leaves_nothing(
     async def fail(*_: object, **__: object) -> Snapshot:
         raise failure
 
-    with monkeypatch.context() as broken:
-        broken.setattr(memory_gateway.host, "capture", fail)
+    with monkeypatch.context() as patches:
+        patches.setattr(memory_gateway.host, "capture", fail)
         assert str(failure) in refusal_message(
             api.post(f"/v1/sandboxes/{sandbox_id}/branch", json={"tag": "cp"}), status
         )
@@ -250,16 +249,16 @@ def test_a_failed_capture_leaves_nothing(
     assert list_tags(api) == {"base"} and api.post(f"/v1/sandboxes/{sandbox_id}/ping").status_code == 200
     create_branch(api, sandbox_id, tag="cp")
     assert create_branch(api, sandbox_id)["tag"] == f"branch-{sandbox_id}-2", (
-        "a number that was tried is not tried again"
+        "the number of a failed branch is not used again"
     )
 
 
 def test_a_source_that_dies_during_a_capture_leaves_a_valid_snapshot(
     memory_gateway: MemoryGateway, api: httpx.Client, sandbox_id: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    with monkeypatch.context() as broken:
-        broken.setattr(
-            memory_gateway.host, "end_reason", lambda _: "" if not list_tags_of(memory_gateway) else "it did not go on"
+    with monkeypatch.context() as patches:
+        patches.setattr(
+            memory_gateway.host, "end_reason", lambda _: "" if not list_tags_of(memory_gateway) else "it stopped"
         )
         sentence = refusal_message(api.post(f"/v1/sandboxes/{sandbox_id}/branch", json={"tag": "cp"}), 500)
     assert "valid" in sentence and "source sandbox stopped" in sentence
@@ -270,11 +269,11 @@ def list_tags_of(memory_gateway: MemoryGateway) -> list[str]:
     return [name for snapshot in memory_gateway.engine.snapshots.list() for name in snapshot.names]
 
 
-def test_several_sandboxes_are_created_all_or_none(
+def test_creating_several_sandboxes_is_all_or_nothing(
     memory_gateway: MemoryGateway, api: httpx.Client, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    made = spawn_sandbox(api, n=5)
-    assert len({each["id"] for each in made}) == len({each["guest_addr"] for each in made}) == 5
+    sandboxes = spawn_sandbox(api, n=5)
+    assert len({each["id"] for each in sandboxes}) == len({each["guest_addr"] for each in sandboxes}) == 5
     for n in (0, 1001, -1, "2", True):
         assert "n: " in refusal_message(api.post("/v1/sandboxes", json={"snapshot_tag": "base", "n": n}), 400)
     assert "not found" in refusal_message(api.post("/v1/sandboxes", json={"snapshot_tag": "gone"}), 404)
@@ -291,51 +290,51 @@ def test_several_sandboxes_are_created_all_or_none(
     assert len(api.get("/v1/sandboxes").json()) == 5
 
 
-def test_unsupported_options(api: httpx.Client) -> None:
+def test_unsupported_options_are_refused(api: httpx.Client) -> None:
     for body, words in (({"live_fork": True}, "live_fork"), ({"memory_limit_mib": 512}, "256 MiB of memory")):
         assert words in refusal_message(api.post("/v1/sandboxes", json={"snapshot_tag": "base", **body}), 400)
     assert spawn_sandbox(api, memory_limit_mib=256)[0]["memory_limit_mib"] == 256
     assert len(api.get("/v1/sandboxes").json()) == 1
 
 
-def test_a_sandbox_lives_until_its_timeout(memory_gateway: MemoryGateway, api: httpx.Client) -> None:
-    (forever,), (mortal,) = spawn_sandbox(api), spawn_sandbox(api, timeout=60)
-    assert memory_gateway.engine.sandboxes.get(forever["id"]).end_at is None
-    assert memory_gateway.engine.sandboxes.get(mortal["id"]).end_at is not None
+def test_a_timeout_sets_the_end_of_a_sandbox(memory_gateway: MemoryGateway, api: httpx.Client) -> None:
+    (unlimited,), (limited,) = spawn_sandbox(api), spawn_sandbox(api, timeout=60)
+    assert memory_gateway.engine.sandboxes.get(unlimited["id"]).end_at is None
+    assert memory_gateway.engine.sandboxes.get(limited["id"]).end_at is not None
 
 
 def test_paused_sandboxes_have_no_address(api: httpx.Client, sandbox_id: str) -> None:
     api.post(f"/sandboxes/{sandbox_id}/pause").raise_for_status()
-    shown = api.get(f"/v1/sandboxes/{sandbox_id}").json()
-    assert shown["state"] == "paused" and shown["guest_addr"] == "" and shown["snapshot_tag"] == "base"
+    info = api.get(f"/v1/sandboxes/{sandbox_id}").json()
+    assert info["state"] == "paused" and info["guest_addr"] == "" and info["snapshot_tag"] == "base"
     for verb, body in (("exec", {"args": ["exit", "0"]}), ("eval", {"code": "1"}), ("ping", {})):
         assert "paused" in refusal_message(api.post(f"/v1/sandboxes/{sandbox_id}/{verb}", json=body), 409)
 
 
-def test_exec(api: httpx.Client, sandbox_id: str) -> None:
+def test_exec_returns_output_and_exit_code(api: httpx.Client, sandbox_id: str) -> None:
     def run(*args: str, **more: Any) -> Json:
-        answer = api.post(f"/v1/sandboxes/{sandbox_id}/exec", json={"args": args, **more})
-        assert answer.status_code == 200, answer.text
-        told: Json = answer.json()
-        return told
+        response = api.post(f"/v1/sandboxes/{sandbox_id}/exec", json={"args": args, **more})
+        assert response.status_code == 200, response.text
+        result: Json = response.json()
+        return result
 
     run("write", "k", "v")
     assert run("read", "k") == {"stdout": "v", "stderr": "", "exit_code": 0}
-    missing = run("nonsense")
-    assert missing["exit_code"] == 127 and "not found" in missing["stderr"]
-    late = run("sleep", "5", timeout_secs=0.2)
-    assert late["exit_code"] == 137 and "did not end within 0.2 s" in late["stderr"]
+    missing_program = run("nonsense")
+    assert missing_program["exit_code"] == 127 and "not found" in missing_program["stderr"]
+    timed_out = run("sleep", "5", timeout_secs=0.2)
+    assert timed_out["exit_code"] == 137 and "did not end within 0.2 s" in timed_out["stderr"]
     for body in ({"args": []}, {"args": "ls"}, {}, {"args": ["x"], "timeout_secs": 0}):
         refusal_message(api.post(f"/v1/sandboxes/{sandbox_id}/exec", json=body), 400)
     assert "not found" in refusal_message(api.post("/v1/sandboxes/nothing/exec", json={"args": ["x"]}), 404)
 
 
-def test_eval(api: httpx.Client, sandbox_id: str) -> None:
+def test_eval_returns_the_result_or_the_error(api: httpx.Client, sandbox_id: str) -> None:
     def evaluate(code: str) -> Json:
-        answer = api.post(f"/v1/sandboxes/{sandbox_id}/eval", json={"code": code})
-        assert answer.status_code == 200, answer.text
-        told: Json = answer.json()
-        return told
+        response = api.post(f"/v1/sandboxes/{sandbox_id}/eval", json={"code": code})
+        assert response.status_code == 200, response.text
+        result: Json = response.json()
+        return result
 
     assert evaluate("x = 'ä'") == {"result": "None", "error": None, "exit_code": 0}
     assert evaluate("x * 2") == {"result": "'ää'", "error": None, "exit_code": 0}
@@ -344,23 +343,23 @@ def test_eval(api: httpx.Client, sandbox_id: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("answer", "status", "words"),
+    ("result", "status", "words"),
     [
-        ({"result": "1"}, 500, "invalid answer"),
+        ({"result": "1"}, 500, "invalid response"),
         (Invalid("/eval not found"), 400, "too old"),
         (Invalid("no"), 400, "no"),
     ],
 )
-def test_an_agent_without_eval(
-    api: httpx.Client, sandbox_id: str, monkeypatch: pytest.MonkeyPatch, answer: Json | Invalid, status: int, words: str
+def test_invalid_responses_of_the_agent_to_eval_are_reported(
+    api: httpx.Client, sandbox_id: str, monkeypatch: pytest.MonkeyPatch, result: Json | Invalid, status: int, words: str
 ) -> None:
     async def call(*_: object, **__: object) -> Json:
-        if isinstance(answer, Invalid):
-            raise answer
-        return answer
+        if isinstance(result, Invalid):
+            raise result
+        return result
 
-    with monkeypatch.context() as other:
-        other.setattr(AgentClient, "call", call)
+    with monkeypatch.context() as patches:
+        patches.setattr(AgentClient, "call", call)
         assert words in refusal_message(api.post(f"/v1/sandboxes/{sandbox_id}/eval", json={"code": "1"}), status)
 
 
@@ -383,7 +382,7 @@ def test_a_snapshot_in_use_is_removed_only_with_force(api: httpx.Client, sandbox
     create_branch(api, sandbox_id, tag="cp")
 
 
-def test_compact_has_nothing_to_do(api: httpx.Client, sandbox_id: str) -> None:
+def test_compact_is_refused(api: httpx.Client, sandbox_id: str) -> None:
     create_branch(api, sandbox_id, tag="cp")
     assert "is complete" in refusal_message(api.post("/v1/snapshots/cp/compact", json={"to": "flat"}), 400)
     assert "not found" in refusal_message(api.post("/v1/snapshots/gone/compact", json={"to": "flat"}), 404)
@@ -392,7 +391,7 @@ def test_compact_has_nothing_to_do(api: httpx.Client, sandbox_id: str) -> None:
         assert "not found" in refusal_message(api.get(route), 404)
 
 
-def test_a_snapshot_from_a_root_file_system(api: httpx.Client, tmp_path: Path) -> None:
+def test_a_snapshot_is_built_from_a_root_file_system(api: httpx.Client, tmp_path: Path) -> None:
     for body, words in (
         ({"rootfs": "/srv/x.tar", "kernel": "/boot/vmlinux"}, "kernel"),
         ({"rootfs": "x.tar"}, "absolute"),
@@ -400,34 +399,34 @@ def test_a_snapshot_from_a_root_file_system(api: httpx.Client, tmp_path: Path) -
         ({}, "rootfs"),
     ):
         assert words in refusal_message(api.post("/v1/snapshots", json={"tag": "py", **body}), 400)
-    made = api.post("/v1/snapshots", json={"tag": "py", "rootfs": str(tmp_path)})
-    assert made.status_code == 201 and made.json()["tag"] == "py"
+    response = api.post("/v1/snapshots", json={"tag": "py", "rootfs": str(tmp_path)})
+    assert response.status_code == 201 and response.json()["tag"] == "py"
     assert spawn_sandbox(api, "py")[0]["snapshot_tag"] == "py"
     assert api.delete("/v1/snapshots/py?force=true").status_code == 204
 
 
-def test_a_root_file_system_that_cannot_be_built(
+def test_an_invalid_root_file_system_is_reported(
     memory_gateway: MemoryGateway, api: httpx.Client, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async def fail(*_: object) -> Snapshot:
         raise BackendFailed("it is empty")
 
     monkeypatch.setattr(memory_gateway.host, "build_base", fail)
-    answer = api.post("/v1/snapshots", json={"tag": "py", "rootfs": str(tmp_path)})
-    assert "could not be built: it is empty" in refusal_message(answer, 500)
+    response = api.post("/v1/snapshots", json={"tag": "py", "rootfs": str(tmp_path)})
+    assert "could not be built: it is empty" in refusal_message(response, 500)
     assert list_tags(api) == {"base"}
 
 
-def test_no_diff_without_memory(
+def test_a_branch_without_memory_has_no_diff_sizes(
     memory_gateway: MemoryGateway, api: httpx.Client, sandbox_id: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     capture = memory_gateway.host.capture
 
     async def report_files_only(*args: Any, **more: Any) -> Snapshot:
-        taken = await capture(*args, **more)
-        return taken.model_copy(update={"memory": Memory.NONE, "memory_bytes_written": 0})
+        snapshot = await capture(*args, **more)
+        return snapshot.model_copy(update={"memory": Memory.NONE, "memory_bytes_written": 0})
 
     monkeypatch.setattr(memory_gateway.host, "capture", report_files_only)
-    taken = create_branch(api, sandbox_id, tag="cp", mode="diff")
-    assert "diff_physical_bytes" not in taken and "memory" not in taken and taken["bootable"]
+    branch = create_branch(api, sandbox_id, tag="cp", mode="diff")
+    assert "diff_physical_bytes" not in branch and "memory" not in branch and branch["bootable"]
     assert api.get("/v1/snapshots/cp/info").json()["memory_logical_bytes"] == 0

@@ -1,4 +1,4 @@
-"""Routes of volumes, and volumes in the answers of other routes."""
+"""Routes of volumes, and volumes in the responses of other routes."""
 
 from __future__ import annotations
 
@@ -11,27 +11,27 @@ from tests.api.memory_gateway import ADMIN_KEY, EXEC_KEY, READ_KEY, MemoryGatewa
 from tests.api.test_sandboxes import create_sandbox, run_command
 
 e2b = pytest.importorskip("e2b", reason="needs the e2b client: pip install e2b==2.63.0")
-HERE = {"name": "data", "path": "/srv/data", "readOnly": False}
+DATA_MOUNT = {"name": "data", "path": "/srv/data", "readOnly": False}
 
 
 def create_volume(api: httpx.Client, name: str = "data", **body: Any) -> dict[str, Any]:
-    answer = api.post("/volumes", json={"name": name, **body})
-    assert answer.status_code == 201, answer.text
-    made: dict[str, Any] = answer.json()
-    return made
+    response = api.post("/volumes", json={"name": name, **body})
+    assert response.status_code == 201, response.text
+    volume: dict[str, Any] = response.json()
+    return volume
 
 
-def check_refused(answer: httpx.Response, status: int, kind: str, *words: str) -> dict[str, Any]:
-    body: dict[str, Any] = answer.json()
-    assert (answer.status_code, body["kind"]) == (status, kind), body
+def check_refused(response: httpx.Response, status: int, kind: str, *words: str) -> dict[str, Any]:
+    body: dict[str, Any] = response.json()
+    assert (response.status_code, body["kind"]) == (status, kind), body
     assert all(word in body["message"] for word in words), body
     return body
 
 
 def test_a_volume_has_all_its_fields(api: httpx.Client) -> None:
-    made = create_volume(api, sizeMB=2048, driver="nfs")
-    assert made.pop("token") and made.pop("createdAt")
-    assert made == {
+    volume = create_volume(api, sizeMB=2048, driver="nfs")
+    assert volume.pop("token") and volume.pop("createdAt")
+    assert volume == {
         "volumeID": "data",
         "name": "data",
         "sizeMB": 2048,
@@ -45,26 +45,26 @@ def test_a_volume_has_all_its_fields(api: httpx.Client) -> None:
 
 @pytest.mark.parametrize("body", [{}, {"name": ""}, {"name": None}])
 def test_a_name_is_generated(api: httpx.Client, body: dict[str, Any]) -> None:
-    made = api.post("/volumes", json=body)
-    assert made.status_code == 201 and made.json()["sizeMB"] == 1024
-    assert api.get(f"/volumes/{made.json()['name']}").status_code == 200
+    response = api.post("/volumes", json=body)
+    assert response.status_code == 201 and response.json()["sizeMB"] == 1024
+    assert api.get(f"/volumes/{response.json()['name']}").status_code == 200
 
 
 def test_the_volume_token_is_unique_stable_and_restricted(memory_gateway: MemoryGateway, api: httpx.Client) -> None:
-    made, other = create_volume(api), create_volume(api, "other")
-    assert made["token"] != other["token"]
-    assert api.get("/volumes/data").json()["token"] == made["token"]
+    volume, other = create_volume(api), create_volume(api, "other")
+    assert volume["token"] != other["token"]
+    assert api.get("/volumes/data").json()["token"] == volume["token"]
     assert all("token" not in item for item in api.get("/volumes").json())
     assert "token" not in api.patch("/volumes/data", json={"sizeMB": 2048}).json()
     with memory_gateway.client(READ_KEY) as reader, memory_gateway.client(EXEC_KEY) as runner:
         assert reader.get("/volumes/data").json()["token"] == ""
-        assert runner.get("/volumes/data").json()["token"] == made["token"]
+        assert runner.get("/volumes/data").json()["token"] == volume["token"]
         assert reader.get("/volumes").status_code == reader.get("/volumes/data/snapshots").status_code == 200
         for caller in (reader, runner):
             assert caller.post("/volumes", json={"name": "mine"}).status_code == 403
             assert caller.delete("/volumes/data").status_code == 403
             assert caller.post("/volumes/data/snapshots").status_code == 403
-            assert caller.post("/sandboxes/one/volumes", json=HERE).status_code == 403
+            assert caller.post("/sandboxes/one/volumes", json=DATA_MOUNT).status_code == 403
 
 
 def test_lists_are_paged_and_filtered(api: httpx.Client) -> None:
@@ -98,7 +98,7 @@ def test_a_volume_grows_and_never_shrinks(api: httpx.Client) -> None:
     check_refused(api.post("/volumes", json={"name": "a b"}), 400, "invalid", "not allowed")
 
 
-def test_volumes_share_the_namespace_of_names(api: httpx.Client) -> None:
+def test_volumes_and_sandboxes_share_one_namespace(api: httpx.Client) -> None:
     create_volume(api)
     create_sandbox(api, name="one")
     check_refused(api.post("/volumes", json={"name": "one"}), 409, "name_taken")
@@ -106,31 +106,31 @@ def test_volumes_share_the_namespace_of_names(api: httpx.Client) -> None:
     check_refused(api.post("/sandboxes", json={"templateID": "base", "name": "data"}), 409, "name_taken")
 
 
-def test_mounts_at_creation(api: httpx.Client) -> None:
+def test_a_sandbox_is_created_with_mounts(api: httpx.Client) -> None:
     create_volume(api)
     create_volume(api, "lib")
-    wanted = [HERE, {"name": "lib", "path": "/srv/lib", "readOnly": True}]
-    made = create_sandbox(api, name="one", volumeMounts=wanted)
-    assert made["volumeMounts"] == wanted
-    assert api.get("/sandboxes/one").json()["volumeMounts"] == api.get("/sandboxes").json()[0]["volumeMounts"] == wanted
-    user = {"sandboxID": made["sandboxID"], "sandboxName": "one", "path": "/srv/lib", "readonly": True}
+    mounts = [DATA_MOUNT, {"name": "lib", "path": "/srv/lib", "readOnly": True}]
+    sandbox = create_sandbox(api, name="one", volumeMounts=mounts)
+    assert sandbox["volumeMounts"] == mounts
+    assert api.get("/sandboxes/one").json()["volumeMounts"] == api.get("/sandboxes").json()[0]["volumeMounts"] == mounts
+    user = {"sandboxID": sandbox["sandboxID"], "sandboxName": "one", "path": "/srv/lib", "readonly": True}
     assert api.get("/volumes/lib").json()["mounts"] == [{**user, "state": "running"}]
     api.post("/sandboxes/one/pause")
     assert api.get("/volumes/lib").json()["mounts"] == [{**user, "state": "paused"}]
 
 
 @pytest.mark.parametrize("path", ["relative", "/", "/srv/../etc", "/proc/x", "/a b", "/usr", ""])
-def test_invalid_mount_paths(api: httpx.Client, path: str) -> None:
+def test_invalid_mount_paths_are_refused(api: httpx.Client, path: str) -> None:
     create_volume(api)
     mount = {"name": "data", "path": path}
     check_refused(api.post("/sandboxes", json={"templateID": "base", "volumeMounts": [mount]}), 400, "invalid", path)
     assert api.get("/sandboxes").json() == []
 
 
-def test_a_missing_volume(api: httpx.Client) -> None:
+def test_requests_for_a_missing_volume_fail(api: httpx.Client) -> None:
     create_sandbox(api, name="one")
     mount = {"name": "nothing", "path": "/srv/x"}
-    for answer in (
+    for response in (
         api.post("/sandboxes", json={"templateID": "base", "volumeMounts": [mount]}),
         api.post("/sandboxes/one/volumes", json=mount),
         api.get("/volumes/nothing"),
@@ -141,25 +141,25 @@ def test_a_missing_volume(api: httpx.Client) -> None:
         api.delete("/volumes/nothing/snapshots/s"),
         api.post("/volumes/nothing/rollback", json={"snapshot": "s"}),
     ):
-        check_refused(answer, 404, "not_found", "volume", "'nothing'", "not found")
+        check_refused(response, 404, "not_found", "volume", "'nothing'", "not found")
 
 
-def test_attach_and_detach(api: httpx.Client) -> None:
+def test_a_volume_is_attached_and_detached(api: httpx.Client) -> None:
     create_volume(api)
     create_sandbox(api, name="one")
-    answer = api.post("/sandboxes/one/volumes", json={"name": "data", "path": "/srv/data"})
-    assert answer.status_code == 201 and answer.json() == HERE
-    assert api.get("/sandboxes/one").json()["volumeMounts"] == [HERE]
-    check_refused(api.post("/sandboxes/one/volumes", json=HERE), 409, "conflict", "already")
+    response = api.post("/sandboxes/one/volumes", json={"name": "data", "path": "/srv/data"})
+    assert response.status_code == 201 and response.json() == DATA_MOUNT
+    assert api.get("/sandboxes/one").json()["volumeMounts"] == [DATA_MOUNT]
+    check_refused(api.post("/sandboxes/one/volumes", json=DATA_MOUNT), 409, "conflict", "already")
     assert api.delete("/sandboxes/one/volumes/data").status_code == 204
     assert api.get("/sandboxes/one").json()["volumeMounts"] == api.get("/volumes/data").json()["mounts"] == []
     check_refused(api.delete("/sandboxes/one/volumes/data"), 404, "not_found", "data")
     check_refused(api.delete("/sandboxes/none/volumes/data"), 404, "not_found", "none")
 
 
-def test_delete_names_the_mounts_that_block_it(api: httpx.Client) -> None:
+def test_deleting_a_mounted_volume_lists_its_mounts(api: httpx.Client) -> None:
     create_volume(api)
-    ids = [create_sandbox(api, name=name, volumeMounts=[HERE])["sandboxID"] for name in ("one", "two")]
+    ids = [create_sandbox(api, name=name, volumeMounts=[DATA_MOUNT])["sandboxID"] for name in ("one", "two")]
     api.post("/sandboxes/two/pause")
     body = check_refused(api.delete("/volumes/data"), 409, "in_use", "2 mounts", "one", "two")
     assert sorted(body["blockers"]) == sorted(ids)
@@ -172,11 +172,11 @@ def test_delete_names_the_mounts_that_block_it(api: httpx.Client) -> None:
     assert api.get("/volumes").json() == []
 
 
-def test_snapshots_of_a_volume(api: httpx.Client) -> None:
+def test_volume_snapshots_are_created_listed_and_removed(api: httpx.Client) -> None:
     create_volume(api, sizeMB=512)
-    taken = api.post("/volumes/data/snapshots", json={"name": "monday"})
-    assert taken.status_code == 201
-    shape = taken.json()
+    response = api.post("/volumes/data/snapshots", json={"name": "monday"})
+    assert response.status_code == 201
+    shape = response.json()
     assert shape.pop("createdAt")
     assert shape == {
         "snapshotID": shape["snapshotID"],
@@ -185,22 +185,22 @@ def test_snapshots_of_a_volume(api: httpx.Client) -> None:
         "sizeMB": 512,
         "sandboxSnapshotID": "",
     }
-    nameless = api.post("/volumes/data/snapshots").json()
-    assert nameless["name"] == nameless["snapshotID"]
-    assert [item["name"] for item in api.get("/volumes/data/snapshots").json()] == ["monday", nameless["name"]]
+    unnamed = api.post("/volumes/data/snapshots").json()
+    assert unnamed["name"] == unnamed["snapshotID"]
+    assert [item["name"] for item in api.get("/volumes/data/snapshots").json()] == ["monday", unnamed["name"]]
     check_refused(api.post("/volumes/data/snapshots", json={"name": "monday"}), 409, "name_taken")
     copy = create_volume(api, "copy", fromSnapshot="data@monday")
     assert copy["fromSnapshot"] == shape["snapshotID"] and copy["sizeMB"] == 512
     assert create_volume(api, "other", fromSnapshot=shape["snapshotID"], sizeMB=1024)["sizeMB"] == 1024
     check_refused(api.post("/volumes", json={"name": "x", "fromSnapshot": "data@never"}), 404, "not_found", "never")
-    assert api.delete(f"/volumes/data/snapshots/{nameless['snapshotID']}").status_code == 204
+    assert api.delete(f"/volumes/data/snapshots/{unnamed['snapshotID']}").status_code == 204
     check_refused(api.delete("/volumes/data/snapshots/never"), 404, "not_found", "never")
     for name in ("copy", "other"):
         assert api.delete(f"/volumes/{name}").status_code == 204
-    longest = "x" * 64
-    create_volume(api, longest)
-    api.post(f"/volumes/{longest}/snapshots", json={"name": longest})
-    assert create_volume(api, "copy", fromSnapshot=f"{longest}@{longest}")["fromSnapshot"]
+    long_name = "x" * 64
+    create_volume(api, long_name)
+    api.post(f"/volumes/{long_name}/snapshots", json={"name": long_name})
+    assert create_volume(api, "copy", fromSnapshot=f"{long_name}@{long_name}")["fromSnapshot"]
     body = check_refused(api.delete("/volumes/data"), 409, "in_use", "1 snapshot")
     assert body["blockers"] == [shape["snapshotID"]]
     users = [{"kind": "volume_snapshot", "id": shape["snapshotID"], "name": "monday"}]
@@ -208,36 +208,36 @@ def test_snapshots_of_a_volume(api: httpx.Client) -> None:
     assert api.delete("/volumes/data?withSnapshots=true").status_code == 204
 
 
-def test_rollback_of_a_volume(api: httpx.Client) -> None:
+def test_rolling_back_a_mounted_volume_needs_force(api: httpx.Client) -> None:
     create_volume(api)
-    made = create_sandbox(api, name="one", volumeMounts=[HERE])
+    sandbox = create_sandbox(api, name="one", volumeMounts=[DATA_MOUNT])
     run_command(api, "one", "write", "/srv/data/k", "then")
     api.post("/volumes/data/snapshots", json={"name": "monday"})
     api.patch("/volumes/data", json={"sizeMB": 2048})
     run_command(api, "one", "write", "/srv/data/k", "now")
     body = check_refused(api.post("/volumes/data/rollback", json={"snapshot": "monday"}), 409, "in_use", "one")
-    assert body["blockers"] == [made["sandboxID"]]
+    assert body["blockers"] == [sandbox["sandboxID"]]
     assert [user["kind"] for user in body["details"]["users"]] == ["mount"]
     assert body["details"]["overrides"] == ["force"]
-    done = api.post("/volumes/data/rollback", json={"snapshot": "monday", "force": True})
-    assert done.status_code == 200 and done.json()["sizeMB"] == 2048 and "token" not in done.json()
+    response = api.post("/volumes/data/rollback", json={"snapshot": "monday", "force": True})
+    assert response.status_code == 200 and response.json()["sizeMB"] == 2048 and "token" not in response.json()
     assert run_command(api, "one", "read", "/srv/data/k")["stdout"] == "then"
     check_refused(api.post("/volumes/data/rollback", json={"snapshot": "never"}), 404, "not_found", "never")
 
 
 def test_a_snapshot_lists_its_volumes(api: httpx.Client) -> None:
     create_volume(api)
-    create_sandbox(api, name="one", volumeMounts=[HERE])
-    answer = api.post("/sandboxes/one/snapshots", json={"name": "s1", "volumes": ["data"]})
-    assert answer.status_code == 201, answer.text
-    (part,) = api.get("/volumes/data/snapshots").json()
-    assert part["sandboxSnapshotID"] == answer.json()["snapshotID"]
-    assert answer.json()["volumes"] == [{"name": "data", "snapshotID": part["snapshotID"]}]
-    assert api.get("/snapshots").json()[0] == answer.json()
-    assert api.get("/snapshots/s1").json() == {**answer.json(), "users": []}
-    assert answer.json()["volumeMounts"] == [HERE] and "zfsSnapshot" not in answer.json()
+    create_sandbox(api, name="one", volumeMounts=[DATA_MOUNT])
+    response = api.post("/sandboxes/one/snapshots", json={"name": "s1", "volumes": ["data"]})
+    assert response.status_code == 201, response.text
+    (volume_snapshot,) = api.get("/volumes/data/snapshots").json()
+    assert volume_snapshot["sandboxSnapshotID"] == response.json()["snapshotID"]
+    assert response.json()["volumes"] == [{"name": "data", "snapshotID": volume_snapshot["snapshotID"]}]
+    assert api.get("/snapshots").json()[0] == response.json()
+    assert api.get("/snapshots/s1").json() == {**response.json(), "users": []}
+    assert response.json()["volumeMounts"] == [DATA_MOUNT] and "zfsSnapshot" not in response.json()
     check_refused(api.delete("/volumes/data?withSnapshots=true"), 409, "in_use")
-    check_refused(api.delete(f"/volumes/data/snapshots/{part['snapshotID']}"), 409, "in_use", "s1")
+    check_refused(api.delete(f"/volumes/data/snapshots/{volume_snapshot['snapshotID']}"), 409, "in_use", "s1")
     check_refused(api.post("/sandboxes/one/snapshots", json={"volumes": ["nothing"]}), 404, "not_found", "volume")
     assert api.delete("/snapshots/s1").status_code == 204
     assert api.get("/volumes/data/snapshots").json() == []
@@ -247,37 +247,37 @@ def test_a_snapshot_lists_its_volumes(api: httpx.Client) -> None:
 def test_forks_inherit_or_replace_volumes(api: httpx.Client, route: str) -> None:
     create_volume(api)
     create_volume(api, "other")
-    create_sandbox(api, name="one", volumeMounts=[HERE])
+    create_sandbox(api, name="one", volumeMounts=[DATA_MOUNT])
     api.post("/sandboxes/one/snapshots", json={"name": "s1"})
 
-    def mounts(**body: Any) -> Any:
-        answer = api.post(route, json={"count": 1, **body})
-        assert answer.status_code == 201, answer.text
-        made = answer.json()
-        return (made[0]["sandbox"] if isinstance(made, list) else made["sandboxes"][0])["volumeMounts"]
+    def fork_mounts(**body: Any) -> Any:
+        response = api.post(route, json={"count": 1, **body})
+        assert response.status_code == 201, response.text
+        result = response.json()
+        return (result[0]["sandbox"] if isinstance(result, list) else result["sandboxes"][0])["volumeMounts"]
 
-    elsewhere = {"name": "other", "path": "/srv/other", "readOnly": True}
-    assert mounts() == mounts(volumeMounts=None) == [HERE]
-    assert mounts(volumeMounts=[]) == []
-    assert mounts(volumeMounts=[elsewhere]) == [elsewhere]
+    other_mount = {"name": "other", "path": "/srv/other", "readOnly": True}
+    assert fork_mounts() == fork_mounts(volumeMounts=None) == [DATA_MOUNT]
+    assert fork_mounts(volumeMounts=[]) == []
+    assert fork_mounts(volumeMounts=[other_mount]) == [other_mount]
 
 
-def test_forks_with_cloned_volumes(api: httpx.Client) -> None:
+def test_forks_own_their_cloned_volumes(api: httpx.Client) -> None:
     create_volume(api)
-    create_sandbox(api, name="one", volumeMounts=[HERE])
+    create_sandbox(api, name="one", volumeMounts=[DATA_MOUNT])
     api.post("/sandboxes/one/snapshots", json={"name": "s1", "volumes": ["data"]})
-    body = {"names": ["a", "b"], "volumeMounts": [{**HERE, "clone": True}]}
-    made = api.post("/snapshots/s1/fork", json=body).json()["sandboxes"]
+    body = {"names": ["a", "b"], "volumeMounts": [{**DATA_MOUNT, "clone": True}]}
+    forks = api.post("/snapshots/s1/fork", json=body).json()["sandboxes"]
     owners = {item["name"]: item["ownerSandboxID"] for item in api.get("/volumes").json()}
-    assert owners == {"data": "", "a-data": made[0]["sandboxID"], "b-data": made[1]["sandboxID"]}
-    assert made[0]["volumeMounts"] == [{**HERE, "name": "a-data"}]
+    assert owners == {"data": "", "a-data": forks[0]["sandboxID"], "b-data": forks[1]["sandboxID"]}
+    assert forks[0]["volumeMounts"] == [{**DATA_MOUNT, "name": "a-data"}]
     api.delete("/sandboxes/a")
     assert [item["name"] for item in api.get("/volumes").json()] == ["data", "b-data"]
 
 
-def test_a_fork_whose_volume_is_missing(api: httpx.Client) -> None:
+def test_forking_fails_if_a_mounted_volume_is_missing(api: httpx.Client) -> None:
     create_volume(api)
-    create_sandbox(api, name="one", volumeMounts=[HERE])
+    create_sandbox(api, name="one", volumeMounts=[DATA_MOUNT])
     api.post("/sandboxes/one/snapshots", json={"name": "s1"})
     api.delete("/sandboxes/one/volumes/data")
     api.delete("/volumes/data")
@@ -286,13 +286,13 @@ def test_a_fork_whose_volume_is_missing(api: httpx.Client) -> None:
     assert api.post("/snapshots/s1/fork", json={"volumeMounts": []}).status_code == 201
 
 
-def test_the_published_client_reads_volumes(memory_gateway: MemoryGateway, api: httpx.Client) -> None:
+def test_the_published_client_manages_volumes(memory_gateway: MemoryGateway, api: httpx.Client) -> None:
     access = {"api_key": ADMIN_KEY, "api_url": memory_gateway.url, "validate_api_key": False}
-    made = e2b.Volume.create("data", **access)
-    assert (made.volume_id, made.name) == ("data", "data") and made.token
-    assert e2b.Volume.connect("data", **access).token == made.token
+    volume = e2b.Volume.create("data", **access)
+    assert (volume.volume_id, volume.name) == ("data", "data") and volume.token
+    assert e2b.Volume.connect("data", **access).token == volume.token
     assert [(item.volume_id, item.name) for item in e2b.Volume.list(**access)] == [("data", "data")]
-    create_sandbox(api, name="one", volumeMounts=[HERE])
+    create_sandbox(api, name="one", volumeMounts=[DATA_MOUNT])
     info = e2b.Sandbox.get_info(api.get("/sandboxes/one").json()["sandboxID"], **access)
     assert info.volume_mounts == [{"name": "data", "path": "/srv/data"}]
     with pytest.raises(e2b.VolumeException, match="1 mount"):

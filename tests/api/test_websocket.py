@@ -38,7 +38,7 @@ Handler = Callable[[ServerConnection], Awaitable[None]]
 
 
 class RecordingService:
-    """A service that handles each connection with ``talk``, and records what it saw."""
+    """A service that handles each connection with ``talk``, and records headers, paths and close codes."""
 
     def __init__(self, talk: Handler, **settings: Any) -> None:
         self._talk = talk
@@ -46,7 +46,7 @@ class RecordingService:
         self.headers: list[tuple[str, str]] = []
         self.path = ""
         self.codes: list[int | None] = []
-        """The close code of each connection, as the service saw it."""
+        """The close code of each connection, as the service received it."""
 
     async def listen(self, address: str, port: int) -> Server:
         return await serve(self._serve, address, port, **self._settings)
@@ -78,9 +78,9 @@ def recording_service(
 
 
 def open_websocket(
-    memory_gateway: MemoryGateway, sandbox: dict[str, Any], path: str = "/", *, by_host: bool = True, **more: Any
+    memory_gateway: MemoryGateway, sandbox: dict[str, Any], path: str = "/", *, by_host: bool = True, **options: Any
 ) -> ClientConnection:
-    headers = more.pop("headers", KEY)
+    headers = options.pop("headers", KEY)
     if not by_host:
         headers = headers | port_headers(sandbox, PORT)
     name = host(sandbox, PORT) if by_host else f"127.0.0.1:{memory_gateway.port}"
@@ -90,32 +90,36 @@ def open_websocket(
         additional_headers=headers,
         max_size=None,
         proxy=None,
-        **more,
+        **options,
     )
 
 
 @pytest.mark.parametrize("by_host", [True, False])
-def test_messages_pass_both_ways(memory_gateway: MemoryGateway, sandbox: dict[str, Any], by_host: bool) -> None:
-    own = {"Origin": "http://example.org", "Cookie": "a=1", "Authorization": "Bearer the-services-own"}
+def test_messages_are_forwarded_in_both_directions(
+    memory_gateway: MemoryGateway, sandbox: dict[str, Any], by_host: bool
+) -> None:
+    service_headers = {"Origin": "http://example.org", "Cookie": "a=1", "Authorization": "Bearer the-services-own"}
     with recording_service(memory_gateway, sandbox) as service:
         with open_websocket(
-            memory_gateway, sandbox, "/a%2Fb;c=1/?x=%20y", by_host=by_host, headers=KEY | own
+            memory_gateway, sandbox, "/a%2Fb;c=1/?x=%20y", by_host=by_host, headers=KEY | service_headers
         ) as client:
             for message in ("text ü", b"\x00\xff", "", b""):
                 client.send(message)
                 assert client.recv(10) == message
             assert client.ping().wait(5)
         assert service.path == "/a%2Fb;c=1/?x=%20y"
-        seen = {name.lower(): value for name, value in service.headers}
-        assert len(service.headers) == len(seen)
-        assert {name.lower(): seen[name.lower()] for name in own} == {name.lower(): own[name] for name in own}
-        assert seen["host"] == (host(sandbox, PORT) if by_host else f"localhost:{PORT}")
-        assert "sec-websocket-extensions" not in seen and EXEC_KEY not in str(seen)
-        assert not {"x-api-key", "e2b-sandbox-id", "e2b-sandbox-port", "x-access-token"} & set(seen)
+        received_headers = {name.lower(): value for name, value in service.headers}
+        assert len(service.headers) == len(received_headers)
+        assert {name.lower(): received_headers[name.lower()] for name in service_headers} == {
+            name.lower(): service_headers[name] for name in service_headers
+        }
+        assert received_headers["host"] == (host(sandbox, PORT) if by_host else f"localhost:{PORT}")
+        assert "sec-websocket-extensions" not in received_headers and EXEC_KEY not in str(received_headers)
+        assert not {"x-api-key", "e2b-sandbox-id", "e2b-sandbox-port", "x-access-token"} & set(received_headers)
         eventually(lambda: service.codes == [1000])
 
 
-def test_subprotocols(memory_gateway: MemoryGateway, sandbox: dict[str, Any]) -> None:
+def test_subprotocols_are_negotiated_with_the_service(memory_gateway: MemoryGateway, sandbox: dict[str, Any]) -> None:
     with (
         recording_service(memory_gateway, sandbox, subprotocols=["v2", "v3"]),
         open_websocket(memory_gateway, sandbox, subprotocols=["v1", "v2"]) as client,
@@ -129,7 +133,7 @@ def test_subprotocols(memory_gateway: MemoryGateway, sandbox: dict[str, Any]) ->
 
 
 @pytest.mark.parametrize(("code", "reason"), [(1000, ""), (1001, "away"), (1011, "ü"), (4321, "own")])
-def test_close_codes_pass_both_ways(
+def test_close_codes_are_forwarded_in_both_directions(
     memory_gateway: MemoryGateway, sandbox: dict[str, Any], code: int, reason: str
 ) -> None:
     async def close(connection: ServerConnection) -> None:
@@ -137,16 +141,16 @@ def test_close_codes_pass_both_ways(
             await connection.close(code, reason)
 
     with recording_service(memory_gateway, sandbox, close) as service:
-        with open_websocket(memory_gateway, sandbox, "/close") as client, pytest.raises(ConnectionClosed) as closed:
+        with open_websocket(memory_gateway, sandbox, "/close") as client, pytest.raises(ConnectionClosed) as error_info:
             client.recv(10)
-        assert closed.value.rcvd is not None
-        assert (closed.value.rcvd.code, closed.value.rcvd.reason) == (code, reason)
+        assert error_info.value.rcvd is not None
+        assert (error_info.value.rcvd.code, error_info.value.rcvd.reason) == (code, reason)
         with open_websocket(memory_gateway, sandbox) as client:
             client.close(code, reason)
         eventually(lambda: service.codes == [code, code])
 
 
-def test_large_messages_in_fragments(memory_gateway: MemoryGateway, sandbox: dict[str, Any]) -> None:
+def test_large_fragmented_messages_are_forwarded(memory_gateway: MemoryGateway, sandbox: dict[str, Any]) -> None:
     large = bytes(range(256)) * (4 << 12)
     with recording_service(memory_gateway, sandbox), open_websocket(memory_gateway, sandbox) as client:
         client.send(large[start : start + 100_000] for start in range(0, len(large), 100_000))
@@ -164,24 +168,24 @@ def test_oversized_messages_are_refused_in_both_directions(
     with recording_service(memory_gateway, sandbox, large) as service:
         with (
             open_websocket(memory_gateway, sandbox, "/large") as client,
-            pytest.raises(ConnectionClosedError) as closed,
+            pytest.raises(ConnectionClosedError) as error_info,
         ):
             client.recv(20)
-        assert closed.value.rcvd is not None and closed.value.rcvd.code == 1009
-        with open_websocket(memory_gateway, sandbox) as client, pytest.raises(ConnectionClosedError) as closed:
+        assert error_info.value.rcvd is not None and error_info.value.rcvd.code == 1009
+        with open_websocket(memory_gateway, sandbox) as client, pytest.raises(ConnectionClosedError) as error_info:
             client.send(b"x" * (websocket.MAX_MESSAGE_BYTES + 1))
             client.recv(20)
         eventually(lambda: service.codes == [1009, 1009])
 
 
 def test_a_slow_reader_blocks_the_sender(memory_gateway: MemoryGateway, sandbox: dict[str, Any]) -> None:
-    sent = 0
+    flooded_bytes = 0
 
     async def flood(connection: ServerConnection) -> None:
-        nonlocal sent
+        nonlocal flooded_bytes
         while True:
             await connection.send(b"x" * 65536)
-            sent += 65536
+            flooded_bytes += 65536
 
     async def never_read(connection: ServerConnection) -> None:
         await connection.wait_closed()
@@ -190,11 +194,11 @@ def test_a_slow_reader_blocks_the_sender(memory_gateway: MemoryGateway, sandbox:
         recording_service(memory_gateway, sandbox, flood) as service,
         open_websocket(memory_gateway, sandbox, max_queue=1, close_timeout=0.1) as client,
     ):
-        before = -1
-        while sent != before:
-            before = sent
+        previous_bytes = -1
+        while flooded_bytes != previous_bytes:
+            previous_bytes = flooded_bytes
             threading.Event().wait(0.25)
-        assert sent < 32 << 20
+        assert flooded_bytes < 32 << 20
         client.recv(5)
         client.socket.close()
         eventually(lambda: service.codes)
@@ -203,16 +207,18 @@ def test_a_slow_reader_blocks_the_sender(memory_gateway: MemoryGateway, sandbox:
         open_websocket(memory_gateway, sandbox, close_timeout=0.1) as client,
     ):
         client.socket.settimeout(0.5)
-        given = 0
+        sent_bytes = 0
         with pytest.raises((TimeoutError, ConnectionClosed)):
-            while given < 64 << 20:
+            while sent_bytes < 64 << 20:
                 client.send(b"x" * 65536)
-                given += 65536
-        assert given < 32 << 20
+                sent_bytes += 65536
+        assert sent_bytes < 32 << 20
         client.socket.close()
 
 
-def test_a_peer_that_vanishes_without_a_close_frame(memory_gateway: MemoryGateway, sandbox: dict[str, Any]) -> None:
+def test_a_disconnect_without_a_close_frame_is_forwarded(
+    memory_gateway: MemoryGateway, sandbox: dict[str, Any]
+) -> None:
     async def leave(connection: ServerConnection) -> None:
         if connection.request is not None and connection.request.path == "/leave":
             connection.transport.abort()
@@ -220,72 +226,74 @@ def test_a_peer_that_vanishes_without_a_close_frame(memory_gateway: MemoryGatewa
     with recording_service(memory_gateway, sandbox, leave) as service:
         with (
             open_websocket(memory_gateway, sandbox, "/leave") as client,
-            pytest.raises(ConnectionClosedError) as closed,
+            pytest.raises(ConnectionClosedError) as error_info,
         ):
             client.recv(10)
-        assert closed.value.rcvd is not None and closed.value.rcvd.code == 1014
+        assert error_info.value.rcvd is not None and error_info.value.rcvd.code == 1014
         client = open_websocket(memory_gateway, sandbox)
         client.socket.shutdown(socket.SHUT_RDWR)
         eventually(lambda: service.codes == [1006, 1006])
 
 
-def test_a_refused_handshake_is_passed_on(memory_gateway: MemoryGateway, sandbox: dict[str, Any]) -> None:
+def test_a_refused_handshake_is_forwarded(memory_gateway: MemoryGateway, sandbox: dict[str, Any]) -> None:
     chunked = (
         b"HTTP/1.1 403 Forbidden\r\nTransfer-Encoding: chunked\r\nX-Own: 1\r\nSet-Cookie: a=1; Domain=local\r\n\r\n"
     )
-    for answer, status, body in (
+    for reply, status, body in (
         (make_reply("401 Unauthorized", b"who?", "WWW-Authenticate: Basic"), 401, b"who?"),
         (chunked + b"2\r\nno\r\n0\r\n\r\n", 403, b"no"),
     ):
-        with raw_service(memory_gateway, sandbox, answer) as service, pytest.raises(InvalidStatus) as refused:
+        with raw_service(memory_gateway, sandbox, reply) as service, pytest.raises(InvalidStatus) as error_info:
             open_websocket(memory_gateway, sandbox)
-        response = refused.value.response
+        response = error_info.value.response
         assert (response.status_code, response.body) == (status, body) and len(service.heads) == 1
         assert "set-cookie" not in response.headers
-    elsewhere = make_reply("302 Found", b"", "Location: ws://127.0.0.1:1/")
-    # It is the client that refuses the redirect.
+    redirect = make_reply("302 Found", b"", "Location: ws://127.0.0.1:1/")
+    # The client, not the gateway, refuses the redirect.
     with (
-        raw_service(memory_gateway, sandbox, elsewhere) as service,
+        raw_service(memory_gateway, sandbox, redirect) as service,
         pytest.raises(ValueError, match=r"redirect to ws://127\.0\.0\.1:1/"),
     ):
         open_websocket(memory_gateway, sandbox)
-    for answer in (make_reply(), b"SSH-2.0-OpenSSH_9.2\r\n\r\n", b"", b"HTTP/1.1 101 Switching Protocols\r\n\r\n"):
-        with raw_service(memory_gateway, sandbox, answer) as service, pytest.raises(InvalidStatus) as refused:
+    for reply in (make_reply(), b"SSH-2.0-OpenSSH_9.2\r\n\r\n", b"", b"HTTP/1.1 101 Switching Protocols\r\n\r\n"):
+        with raw_service(memory_gateway, sandbox, reply) as service, pytest.raises(InvalidStatus) as error_info:
             open_websocket(memory_gateway, sandbox)
-        assert refused.value.response.status_code == (200 if answer == make_reply() else 502), answer
+        assert error_info.value.response.status_code == (200 if reply == make_reply() else 502), reply
         eventually(lambda: not service.open)
 
 
-def test_access_and_ports(memory_gateway: MemoryGateway, api: httpx.Client, sandbox: dict[str, Any]) -> None:
-    def is_refused(each: dict[str, Any], **headers: str) -> tuple[int, str]:
-        with pytest.raises(InvalidStatus) as error:
-            open_websocket(memory_gateway, each, headers=headers)
-        return error.value.response.status_code, error.value.response.body.decode()
+def test_handshakes_need_access_to_an_open_port(
+    memory_gateway: MemoryGateway, api: httpx.Client, sandbox: dict[str, Any]
+) -> None:
+    def read_refusal(target: dict[str, Any], **headers: str) -> tuple[int, str]:
+        with pytest.raises(InvalidStatus) as error_info:
+            open_websocket(memory_gateway, target, headers=headers)
+        return error_info.value.response.status_code, error_info.value.response.body.decode()
 
-    assert is_refused(sandbox)[0] == is_refused(sandbox, **{"X-Access-Token": "wrong"})[0] == 401
-    assert is_refused(sandbox, **{"X-API-Key": READ_KEY})[0] == 403
-    status, told = is_refused(sandbox, **KEY)
-    assert status == 502 and "port is not open" in told and '"kind":"backend_failed"' in told
-    status, told = is_refused({"sandboxID": "0" * 12}, **KEY)
-    assert status == 502 and "was not found" in told
+    assert read_refusal(sandbox)[0] == read_refusal(sandbox, **{"X-Access-Token": "wrong"})[0] == 401
+    assert read_refusal(sandbox, **{"X-API-Key": READ_KEY})[0] == 403
+    status, message = read_refusal(sandbox, **KEY)
+    assert status == 502 and "port is not open" in message and '"kind":"backend_failed"' in message
+    status, message = read_refusal({"sandboxID": "0" * 12}, **KEY)
+    assert status == 502 and "was not found" in message
     with recording_service(memory_gateway, sandbox) as service:
-        for let_in in (
+        for credentials in (
             {"X-Access-Token": sandbox["envdAccessToken"]},
             {"E2B-Traffic-Access-Token": sandbox["trafficAccessToken"]},
             {"Authorization": f"Bearer {EXEC_KEY}"},
         ):
-            with open_websocket(memory_gateway, sandbox, headers=let_in) as client:
+            with open_websocket(memory_gateway, sandbox, headers=credentials) as client:
                 client.send("x")
                 assert client.recv(10) == "x"
-            assert not {value for _, value in service.headers} & set(let_in.values())
+            assert not {value for _, value in service.headers} & set(credentials.values())
     upgrade = ("Connection: Upgrade", "Upgrade: websocket", "Sec-WebSocket-Version: 13")
-    ours = request_head("GET /events", "Host: gateway", *upgrade, f"Sec-WebSocket-Key: {NONCE}")
-    with raw_connection(memory_gateway, ours) as connection:
+    gateway_request = request_head("GET /events", "Host: gateway", *upgrade, f"Sec-WebSocket-Key: {NONCE}")
+    with raw_connection(memory_gateway, gateway_request) as connection:
         status, body = read_status(connection)
         assert status == 400 and body["kind"] == "unsupported"
-    broken = request_head("GET /", f"Host: {host(sandbox, PORT)}", f"X-API-Key: {EXEC_KEY}", *upgrade)
-    with raw_connection(memory_gateway, broken) as connection:
-        assert read_status(connection)[0] == 400, "a handshake without its key"
+    incomplete_handshake = request_head("GET /", f"Host: {host(sandbox, PORT)}", f"X-API-Key: {EXEC_KEY}", *upgrade)
+    with raw_connection(memory_gateway, incomplete_handshake) as connection:
+        assert read_status(connection)[0] == 400, "the handshake has no Sec-WebSocket-Key"
 
 
 @pytest.mark.parametrize("ending", ["rollback", "pause", "kill"])
@@ -297,16 +305,16 @@ def test_the_connection_ends_with_the_machine(
         client.send("x")
         assert client.recv(10) == "x"
         if ending == "rollback":
-            answer = api.post("/sandboxes/one/rollback", json={"snapshotID": "s1"})
+            response = api.post("/sandboxes/one/rollback", json={"snapshotID": "s1"})
         elif ending == "pause":
-            answer = api.post("/sandboxes/one/pause")
+            response = api.post("/sandboxes/one/pause")
         else:
-            answer = api.delete("/sandboxes/one")
-        assert answer.is_success
-        with pytest.raises(ConnectionClosedError) as closed:
+            response = api.delete("/sandboxes/one")
+        assert response.is_success
+        with pytest.raises(ConnectionClosedError) as error_info:
             client.recv(10)
-        assert closed.value.rcvd is not None and closed.value.rcvd.code == 1012
-        assert "rolled back, paused or ended" in closed.value.rcvd.reason
+        assert error_info.value.rcvd is not None and error_info.value.rcvd.code == 1012
+        assert "rolled back, paused or ended" in error_info.value.rcvd.reason
         eventually(lambda: service.codes == [1006])
     if ending == "rollback":
         with recording_service(memory_gateway, sandbox), open_websocket(memory_gateway, sandbox) as client:
@@ -315,29 +323,31 @@ def test_the_connection_ends_with_the_machine(
 
 
 def test_a_connection_resumes_a_paused_sandbox(memory_gateway: MemoryGateway, api: httpx.Client) -> None:
-    wakes = create_sandbox(api, name="wakes", autoPause=True, autoResume={"enabled": True})
-    api.post("/sandboxes/wakes/pause")
-    with pytest.raises(InvalidStatus) as refused:
-        open_websocket(memory_gateway, wakes)
-    assert refused.value.response.status_code == 502 and b"port is not open" in refused.value.response.body
-    assert api.get("/sandboxes/wakes").json()["state"] == "running"
+    sandbox = create_sandbox(api, name="resuming", autoPause=True, autoResume={"enabled": True})
+    api.post("/sandboxes/resuming/pause")
+    with pytest.raises(InvalidStatus) as error_info:
+        open_websocket(memory_gateway, sandbox)
+    assert error_info.value.response.status_code == 502 and b"port is not open" in error_info.value.response.body
+    assert api.get("/sandboxes/resuming").json()["state"] == "running"
 
 
-def test_a_client_that_leaves_during_the_handshake(memory_gateway: MemoryGateway, sandbox: dict[str, Any]) -> None:
-    left = threading.Event()
+def test_a_disconnect_during_the_handshake_reaches_the_service(
+    memory_gateway: MemoryGateway, sandbox: dict[str, Any]
+) -> None:
+    disconnected = threading.Event()
 
     async def listen(address: str, port: int) -> asyncio.Server:
-        async def wait(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        async def wait_for_disconnect(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
             await reader.readuntil(b"\r\n\r\n")
             with contextlib.suppress(OSError):
                 await reader.read()
-            left.set()
+            disconnected.set()
             writer.close()
 
-        return await asyncio.start_server(wait, address, port)
+        return await asyncio.start_server(wait_for_disconnect, address, port)
 
     fields = ("Connection: Upgrade", "Upgrade: websocket", "Sec-WebSocket-Version: 13")
-    shake = request_head(
+    handshake = request_head(
         "GET /",
         f"Host: {host(sandbox, PORT)}",
         f"X-API-Key: {EXEC_KEY}",
@@ -345,13 +355,13 @@ def test_a_client_that_leaves_during_the_handshake(memory_gateway: MemoryGateway
         "Sec-WebSocket-Key: " + "A" * 22 + "==",
     )
     with Service(machine_address(memory_gateway, sandbox), PORT, listen):
-        with raw_connection(memory_gateway, shake):
-            assert not left.wait(0.2)
-        assert left.wait(5)
+        with raw_connection(memory_gateway, handshake):
+            assert not disconnected.wait(0.2)
+        assert disconnected.wait(5)
 
 
 async def _send_pings(connection: ServerConnection) -> None:
-    """Make the service answer pings forever, without reading the answers."""
+    """Send pings from the service without end, and never read the pongs."""
     connection.transport.pause_reading()
     frame = b"\x89\x7d" + b"x" * 125
     for _ in range(1 << 20):
@@ -376,35 +386,35 @@ def test_a_client_that_ignores_pongs_is_disconnected(
 
 def test_fragments_are_forwarded_as_they_arrive(memory_gateway: MemoryGateway, sandbox: dict[str, Any]) -> None:
     """The gateway forwards a large frame before all of it has arrived."""
-    seen: list[str | bytes] = []
+    received: list[str | bytes] = []
 
     async def stream(connection: ServerConnection) -> None:
         async for piece in connection.recv_streaming():
-            seen.append(piece)
+            received.append(piece)
         await connection.send(["a", "b"])
         await connection.wait_closed()
 
     with recording_service(memory_gateway, sandbox, stream), open_websocket(memory_gateway, sandbox) as client:
         client.socket.sendall(b"\x01\x83" + b"\0" * 4 + b"one")
-        eventually(lambda: seen == ["one"])
+        eventually(lambda: received == ["one"])
         client.socket.sendall(b"\x80\xff" + (1 << 20).to_bytes(8, "big") + b"\0" * 4 + b"x" * 100_000)
-        eventually(lambda: len("".join(map(str, seen))) > 80_000)
+        eventually(lambda: len("".join(map(str, received))) > 80_000)
         client.socket.sendall(b"x" * ((1 << 20) - 100_000))
         assert client.recv(10) == "ab"
-        assert "".join(map(str, seen)) == "one" + "x" * (1 << 20)
+        assert "".join(map(str, received)) == "one" + "x" * (1 << 20)
 
 
 def test_messages_sent_before_a_close_arrive(memory_gateway: MemoryGateway, sandbox: dict[str, Any]) -> None:
     """The gateway parses only one fragment at a time."""
-    seen: list[str | bytes] = []
+    received: list[str | bytes] = []
 
-    async def keep(connection: ServerConnection) -> None:
+    async def receive_all(connection: ServerConnection) -> None:
         async for message in connection:
-            seen.append(message)
+            received.append(message)
 
-    with recording_service(memory_gateway, sandbox, keep) as service:
+    with recording_service(memory_gateway, sandbox, receive_all) as service:
         with open_websocket(memory_gateway, sandbox, close_timeout=0.1) as client:
             client.socket.sendall(b"".join(b"\x81\x81\0\0\0\0%d" % (number % 10) for number in range(500)))
             client.socket.sendall(b"\x88\x82\0\0\0\0\x03\xe8")
             eventually(lambda: service.codes == [1000], seconds=30)
-        assert seen == [str(number % 10) for number in range(500)]
+        assert received == [str(number % 10) for number in range(500)]

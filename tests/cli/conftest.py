@@ -12,20 +12,20 @@ from tests.cli.running import Outcome, Run
 
 @pytest.fixture
 def run(memory_gateway: MemoryGateway, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Run:
-    """Run sandboxctl with these arguments; over the socket unless ``url`` is set."""
+    """Run sandboxctl with the given arguments, over the unix socket unless ``url`` is set."""
     for name in ("SANDBOX_GATEWAY_TOKEN", "SANDBOX_GATEWAY_TOKEN_FILE"):
         monkeypatch.delenv(name, raising=False)
 
-    def running(*args: str, url: str = memory_gateway.unix_url, token: str = "", stdin: bytes = b"") -> Outcome:
+    def run_command(*args: str, url: str = memory_gateway.unix_url, token: str = "", stdin: bytes = b"") -> Outcome:
         monkeypatch.setenv("SANDBOX_GATEWAY_URL", url)
         monkeypatch.setenv("SANDBOX_GATEWAY_TOKEN", token)
         monkeypatch.setattr(sys, "argv", ["sandboxctl", *args])
         monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(stdin)))
         capsys.readouterr()
-        with pytest.raises(SystemExit) as ended:
+        with pytest.raises(SystemExit) as error_info:
             sandboxctl.main()
             sys.exit(0)
         out, err = capsys.readouterr()
-        return Outcome(int(ended.value.code or 0), out, err)
+        return Outcome(int(error_info.value.code or 0), out, err)
 
-    return running
+    return run_command

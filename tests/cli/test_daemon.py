@@ -1,4 +1,4 @@
-"""`sandbox-gateway`: start, failures at start, stop."""
+"""The daemon `sandbox-gateway`: how it starts, fails to start, and stops."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from sandbox_gateway.server import config_docs, serving
 from tests.api.memory_gateway import ADMIN_KEY, MemoryGateway
 
 DAEMON = [sys.executable, "-m", "sandbox_gateway.server.daemon"]
-STAND_IN = """
+DAEMON_SCRIPT = """
 import asyncio, sys
 from pathlib import Path
 from sandbox_gateway.server import serving
@@ -32,7 +32,7 @@ from tests.api.memory_host import MemoryHost
 serving.make_host = lambda config: MemoryHost()
 asyncio.run(serving.run(load(Path(sys.argv[1]))))
 """
-"""The daemon's own start from its configuration, above a host in memory."""
+"""Starts the daemon from its configuration, with an in-memory host."""
 
 
 def server_config(tmp_path: Path, **more: Any) -> Server:
@@ -55,7 +55,7 @@ def test_loopback_needs_no_tls(tmp_path: Path, keys: Path) -> None:
 
 def test_an_open_address_needs_keys_and_tls(tmp_path: Path, keys: Path) -> None:
     empty = tmp_path / "empty"
-    empty.write_text("# nobody yet\n")
+    empty.write_text("# no keys\n")
     empty.chmod(0o600)
     for listen in ("0.0.0.0:8700", ":8700", "[::]:8700", "192.0.2.1:8700"):
         for file in (None, empty):
@@ -67,36 +67,36 @@ def test_an_open_address_needs_keys_and_tls(tmp_path: Path, keys: Path) -> None:
 
 
 @pytest.mark.parametrize("listen", ["8700", "host:", "127.0.0.1:x", "127.0.0.1:70000", "nowhere.invalid:80"])
-def test_invalid_addresses(tmp_path: Path, listen: str) -> None:
+def test_invalid_addresses_are_refused(tmp_path: Path, listen: str) -> None:
     with pytest.raises(Invalid, match=r"server\.listen"):
         serving.prepare(server_config(tmp_path, listen=listen))
 
 
-def test_incomplete_tls_settings(tmp_path: Path, keys: Path) -> None:
-    junk = tmp_path / "cert.pem"
-    junk.write_text("junk")
+def test_incomplete_tls_settings_are_refused(tmp_path: Path, keys: Path) -> None:
+    invalid_file = tmp_path / "cert.pem"
+    invalid_file.write_text("junk")
     with pytest.raises(Invalid, match="both"):
-        serving.prepare(server_config(tmp_path, listen="127.0.0.1:1", tls_cert=junk))
+        serving.prepare(server_config(tmp_path, listen="127.0.0.1:1", tls_cert=invalid_file))
     with pytest.raises(Invalid, match="cannot be loaded"):
-        serving.prepare(server_config(tmp_path, listen="127.0.0.1:1", tls_cert=junk, tls_key=junk))
+        serving.prepare(server_config(tmp_path, listen="127.0.0.1:1", tls_cert=invalid_file, tls_key=invalid_file))
 
 
-def test_a_configuration_without_addresses(tmp_path: Path) -> None:
+def test_a_configuration_without_addresses_is_refused(tmp_path: Path) -> None:
     with pytest.raises(Invalid, match=r"neither server\.socket nor server\.listen"):
         serving.prepare(server_config(tmp_path))
 
 
-def test_sockets(tmp_path: Path) -> None:
+def test_the_unix_socket_is_created_and_removed(tmp_path: Path) -> None:
     path = tmp_path / "run" / "gateway.sock"
-    with serving.unix_socket(path, "") as bound:
-        bound.listen()
+    with serving.unix_socket(path, "") as listener:
+        listener.listen()
         assert path.stat().st_mode & 0o777 == 0o600
         with pytest.raises(Invalid, match="another gateway"), serving.unix_socket(path, ""):
             pass
     assert not path.exists()
-    stale = socket.socket(socket.AF_UNIX)
-    stale.bind(str(path))
-    stale.close()
+    stale_socket = socket.socket(socket.AF_UNIX)
+    stale_socket.bind(str(path))
+    stale_socket.close()
     group = "daemon"
     with serving.unix_socket(path, group):
         assert path.stat().st_mode & 0o777 == 0o660 and path.group() == group
@@ -125,9 +125,9 @@ def test_startup_failures_are_one_sentence(tmp_path: Path, command: str, config:
     file = tmp_path / "config.toml"
     if config is not None:
         file.write_text(config)
-    ended = subprocess.run([*DAEMON, command, "--config", str(file)], capture_output=True, text=True, timeout=60)
-    assert ended.returncode == 2
-    assert words in ended.stderr and "Traceback" not in ended.stderr and len(ended.stderr.splitlines()) == 1
+    result = subprocess.run([*DAEMON, command, "--config", str(file)], capture_output=True, text=True, timeout=60)
+    assert result.returncode == 2
+    assert words in result.stderr and "Traceback" not in result.stderr and len(result.stderr.splitlines()) == 1
 
 
 def wait_for(path: Path, process: subprocess.Popen[str]) -> httpx.Client:
@@ -139,54 +139,54 @@ def wait_for(path: Path, process: subprocess.Popen[str]) -> httpx.Client:
             return client
         except httpx.TransportError:
             time.sleep(0.05)
-    raise AssertionError(f"it did not start: {process.stderr.read() if process.stderr else ''}")
+    raise AssertionError(f"the daemon did not start: {process.stderr.read() if process.stderr else ''}")
 
 
 def test_sigterm_finishes_requests_and_ends_streams(tmp_path: Path, memory_gateway: MemoryGateway) -> None:
-    run = Path(memory_gateway.run.name)
-    path, notified = run / "daemon.sock", run / "notify.sock"
+    run_dir = Path(memory_gateway.run.name)
+    path, notify_path = run_dir / "daemon.sock", run_dir / "notify.sock"
     config = tmp_path / "config.toml"
     config.write_text(f'[server]\nsocket = "{path}"\n[host]\nstate_root = "{tmp_path}"\n')
     with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as notify:
-        notify.bind(str(notified))
+        notify.bind(str(notify_path))
         notify.settimeout(30)
         root = str(Path(__file__).parents[2])
-        environment = {**os.environ, "NOTIFY_SOCKET": str(notified), "PYTHONPATH": root}
+        environment = {**os.environ, "NOTIFY_SOCKET": str(notify_path), "PYTHONPATH": root}
         process = subprocess.Popen(
-            [sys.executable, "-c", STAND_IN, str(config)], stderr=subprocess.PIPE, text=True, env=environment
+            [sys.executable, "-c", DAEMON_SCRIPT, str(config)], stderr=subprocess.PIPE, text=True, env=environment
         )
         try:
             client = wait_for(path, process)
             assert notify.recv(100) == b"READY=1"
-            started = client.post("/templates", json={"name": "base"}).json()
-            client.get(f"/templates/base/builds/{started['buildID']}/logs", params={"follow": "true"})
+            build = client.post("/templates", json={"name": "base"}).json()
+            client.get(f"/templates/base/builds/{build['buildID']}/logs", params={"follow": "true"})
             client.post("/sandboxes", json={"templateID": "base", "name": "one"}).raise_for_status()
-            answers: list[Any] = []
+            results: list[Any] = []
 
-            def slow() -> None:
+            def run_slow_command() -> None:
                 with httpx.Client(
                     transport=httpx.HTTPTransport(uds=str(path)), base_url="http://gateway", timeout=20
-                ) as own:
-                    answers.append(own.post("/sandboxes/one/exec", json={"args": ["sleep", "3"]}).status_code)
+                ) as client:
+                    results.append(client.post("/sandboxes/one/exec", json={"args": ["sleep", "3"]}).status_code)
 
-            def stream() -> None:
+            def read_first_event() -> None:
                 with (
-                    httpx.Client(transport=httpx.HTTPTransport(uds=str(path)), timeout=20) as own,
-                    own.stream("GET", "http://gateway/events") as answer,
+                    httpx.Client(transport=httpx.HTTPTransport(uds=str(path)), timeout=20) as client,
+                    client.stream("GET", "http://gateway/events") as response,
                 ):
-                    answers.append(next(iter(list(answer.iter_lines()))))
+                    results.append(next(iter(list(response.iter_lines()))))
 
-            threads = [threading.Thread(target=slow), threading.Thread(target=stream)]
+            threads = [threading.Thread(target=run_slow_command), threading.Thread(target=read_first_event)]
             for thread in threads:
                 thread.start()
             time.sleep(2)
-            begun = time.monotonic()
+            stop_time = time.monotonic()
             process.send_signal(signal.SIGTERM)
             for thread in threads:
                 thread.join(20)
             assert process.wait(20) == 0
-            assert time.monotonic() - begun < serving.GRACE_SECONDS
-            assert sorted(answers, key=str) == [200, ": connected"]
+            assert time.monotonic() - stop_time < serving.GRACE_SECONDS
+            assert sorted(results, key=str) == [200, ": connected"]
             assert notify.recv(100) == b"STOPPING=1"
         finally:
             if process.poll() is None:
@@ -199,7 +199,7 @@ def test_sigterm_finishes_requests_and_ends_streams(tmp_path: Path, memory_gatew
     assert '"event": "listening"' in log and '"event": "stopped"' in log and "Traceback" not in log
 
 
-def test_tls(tmp_path: Path, keys: Path) -> None:
+def test_the_gateway_serves_tls(tmp_path: Path, keys: Path) -> None:
     cert, key = tmp_path / "cert.pem", tmp_path / "key.pem"
     subprocess.run(
         [
@@ -214,16 +214,16 @@ def test_tls(tmp_path: Path, keys: Path) -> None:
     gateway = MemoryGateway(tmp_path, server=tls)
     try:
         with httpx.Client(verify=ssl.create_default_context(cafile=str(cert))) as client:
-            answer = client.get(f"https://127.0.0.1:{gateway.port}/sandboxes", headers={"X-API-Key": ADMIN_KEY})
-            assert answer.status_code == 200
+            response = client.get(f"https://127.0.0.1:{gateway.port}/sandboxes", headers={"X-API-Key": ADMIN_KEY})
+            assert response.status_code == 200
         with pytest.raises(httpx.TransportError):
             httpx.get(f"http://127.0.0.1:{gateway.port}/health", timeout=5)
     finally:
         gateway.end()
 
 
-def test_a_stop_during_startup() -> None:
-    class Slow:
+def test_a_stop_during_startup_closes_the_engine() -> None:
+    class SlowEngine:
         closed = False
 
         async def open(self) -> None:
@@ -232,29 +232,29 @@ def test_a_stop_during_startup() -> None:
         async def close(self) -> None:
             self.closed = True
 
-    async def was_stopped(engine: Any) -> None:
+    async def serve_until_stopped(engine: Any) -> None:
         stop = asyncio.Event()
         asyncio.get_running_loop().call_later(0.1, stop.set)
         config = Config.model_validate({"server": {"socket": "/nowhere/gateway.sock"}})
         await asyncio.wait_for(serving.serve(config, engine, stop), 5)
 
-    engine = Slow()
-    asyncio.run(was_stopped(engine))
+    engine = SlowEngine()
+    asyncio.run(serve_until_stopped(engine))
     assert engine.closed
 
 
 def test_openapi_is_printed_without_a_host() -> None:
-    ended = subprocess.run([*DAEMON, "openapi"], capture_output=True, text=True, check=True, timeout=60)
-    assert '"/sandboxes/{ref}/rollback"' in ended.stdout
+    result = subprocess.run([*DAEMON, "openapi"], capture_output=True, text=True, check=True, timeout=60)
+    assert '"/sandboxes/{ref}/rollback"' in result.stdout
 
 
 def test_the_configuration_page_names_every_key() -> None:
-    page = config_docs.page(Config)
+    page = config_docs.render_page(Config)
     for name, field in Config.model_fields.items():
         section = field.annotation
         names = getattr(section, "model_fields", {name: field})
-        for key, described in names.items():
-            assert f"| `{key}` |" in page and (described.description or "").split("|")[0] in page
+        for key, description_field in names.items():
+            assert f"| `{key}` |" in page and (description_field.description or "").split("|")[0] in page
     assert "## `[server]`: where the gateway listens" in page
     assert '| `kind` | `"kvm_xfs"` or `"jail_zfs"` | `"kvm_xfs"` |' in page
     assert "number, ≤ 600, > 0" in page or "number, > 0, ≤ 600" in page

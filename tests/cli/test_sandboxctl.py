@@ -1,4 +1,4 @@
-"""`sandboxctl` against a served gateway, in this process: its two outputs and the exit codes."""
+"""`sandboxctl`, run in this process against a served gateway: its two outputs and its exit codes."""
 
 from __future__ import annotations
 
@@ -18,38 +18,38 @@ from tests.cli.running import SANDBOXCTL, Run, check_succeeded
 def test_the_readme_walkthrough(run: Run) -> None:
     assert "one" in check_succeeded(run("create", "base", "--name", "one", "--memory", "256M", "-m", "team=red")).out
     check_succeeded(run("exec", "one", "--", "write", "k", "before"))
-    taken = check_succeeded(
+    snapshot = check_succeeded(
         run("snapshot", "create", "one", "--name", "s1", "--keep-last", "9", "--max-age", "7d", "--json")
     ).json
-    assert taken["retention"] == {"keepLast": 9, "keepDaily": None, "maxAge": 604800}
+    assert snapshot["retention"] == {"keepLast": 9, "keepDaily": None, "maxAge": 604800}
     check_succeeded(run("exec", "one", "write", "k", "after"))
-    assert taken["snapshotID"] in check_succeeded(run("rollback", "one", "s1")).out
+    assert snapshot["snapshotID"] in check_succeeded(run("rollback", "one", "s1")).out
     assert check_succeeded(run("exec", "one", "read", "k")).out == "before"
     forks = check_succeeded(run("snapshot", "fork", "s1", "-n", "3", "--json")).json
     assert len(forks["sandboxes"]) == 3
     assert len(check_succeeded(run("clone", "one", "--names", "a,b", "--json")).json["sandboxes"]) == 2
     tree = check_succeeded(run("tree")).out
     assert all(word in tree for word in ("template", "base", "one", "s1", "└──"))
-    refused = run("snapshot", "delete", "s1")
-    assert refused.code == 4 and "--when-unused" in refused.err
+    outcome = run("snapshot", "delete", "s1")
+    assert outcome.code == 4 and "--when-unused" in outcome.err
     assert "is hidden" in check_succeeded(run("snapshot", "delete", "s1", "--when-unused")).err
     check_succeeded(run("kill", "one", "a", "b"))
     assert [item["state"] for item in check_succeeded(run("list", "--json")).json] == ["running"] * 3
 
 
-def test_tables_are_for_people(run: Run) -> None:
+def test_tables_are_printed_by_default(run: Run) -> None:
     run("create", "base", "--name", "one", "--timeout", "2h")
     run("snapshot", "create", "one", "--name", "s1")
-    listed = check_succeeded(run("list")).out
-    assert re.search(r"^NAME +ID +STATE", listed)
-    assert re.search(r"one +[0-9a-f]{12} +running +base +[0-9a-f]{12} +1 +256 MiB +\d+ s +ends in 119 m", listed)
-    taken = check_succeeded(run("snapshot", "list")).out
-    assert re.search(r"s1 +[0-9a-f]{12} +[0-9a-f]{12} +incremental +4.0 KiB +1.5 KiB +6.2 ms +0", taken)
+    sandboxes = check_succeeded(run("list")).out
+    assert re.search(r"^NAME +ID +STATE", sandboxes)
+    assert re.search(r"one +[0-9a-f]{12} +running +base +[0-9a-f]{12} +1 +256 MiB +\d+ s +ends in 119 m", sandboxes)
+    snapshots = check_succeeded(run("snapshot", "list")).out
+    assert re.search(r"s1 +[0-9a-f]{12} +[0-9a-f]{12} +incremental +4.0 KiB +1.5 KiB +6.2 ms +0", snapshots)
     assert re.search(
         r"base +[0-9a-f]{12} +ready +1 +256 MiB +2 GiB +incremental", check_succeeded(run("template", "list")).out
     )
-    shown = check_succeeded(run("show", "one")).out
-    assert "256 MiB" in shown and "AccessToken" not in shown
+    details = check_succeeded(run("show", "one")).out
+    assert "256 MiB" in details and "AccessToken" not in details
     assert (
         "KiB" in check_succeeded(run("snapshot", "show", "s1")).out
         and "debootstrap" in check_succeeded(run("template", "show", "base")).out
@@ -63,28 +63,28 @@ def test_json_is_the_only_standard_output(run: Run) -> None:
     for command in (("list",), ("show", "one"), ("snapshot", "list"), ("template", "list"), ("tree",), ("health",)):
         assert run(*command, "--json").json is not None
         assert run("--json", *command).json is not None
-    built = check_succeeded(run("template", "build", "base", "-p", "python3", "--json"))
-    assert built.json["buildStatus"] == "ready"
+    outcome = check_succeeded(run("template", "build", "base", "-p", "python3", "--json"))
+    assert outcome.json["buildStatus"] == "ready"
 
 
-def test_empty_lists_say_what_to_do(run: Run) -> None:
+def test_empty_lists_print_a_hint(run: Run) -> None:
     outcome = check_succeeded(run("list"))
     assert outcome.out == "" and "sandboxctl create" in outcome.err
     assert check_succeeded(run("list", "--json")).json == []
 
 
-def test_exec_passes_exit_code_output_and_input(run: Run) -> None:
+def test_exec_forwards_input_output_and_exit_code(run: Run) -> None:
     run("create", "base", "--name", "one")
-    left = run("exec", "one", "--", "exit", "42")
-    assert left.code == 42 and left.err == "leaving\n" and left.out == ""
+    outcome = run("exec", "one", "--", "exit", "42")
+    assert outcome.code == 42 and outcome.err == "leaving\n" and outcome.out == ""
     assert check_succeeded(run("exec", "-i", "one", "cat", stdin=b"through\n")).out == "through\n"
-    told = check_succeeded(run("exec", "-e", "A=b=c", "--cwd", "/srv", "--user", "nobody", "one", "env")).json
-    assert told == {"env": {"A": "b=c"}, "cwd": "/srv", "user": "nobody"}
+    environment = check_succeeded(run("exec", "-e", "A=b=c", "--cwd", "/srv", "--user", "nobody", "one", "env")).json
+    assert environment == {"env": {"A": "b=c"}, "cwd": "/srv", "user": "nobody"}
     assert run("exec", "one", "nosuch").code == 127
     assert run("--json", "exec", "one", "exit", "3").json["exitCode"] == 3
 
 
-def test_pause_resume_rename_promote(run: Run) -> None:
+def test_a_sandbox_is_paused_resumed_renamed_and_promoted(run: Run) -> None:
     run("create", "base", "--name", "one")
     check_succeeded(run("pause", "one"))
     assert "paused" in check_succeeded(run("list", "--state", "paused")).out
@@ -96,24 +96,28 @@ def test_pause_resume_rename_promote(run: Run) -> None:
     assert run("exec", "uno", "read", "k").out == "won"
 
 
-def test_templates_are_built_with_their_log(memory_gateway: MemoryGateway, run: Run, tmp_path: Path) -> None:
-    built = check_succeeded(
+def test_building_a_template_prints_its_log(memory_gateway: MemoryGateway, run: Run, tmp_path: Path) -> None:
+    build = check_succeeded(
         run("template", "build", "web", "-p", "nginx,curl", "--setup", "touch /x", "--memory", "1G")
     )
-    assert "$ touch /x" in built.err and "ready" in built.err
-    assert re.search(r"web +[0-9a-f]{12} +ready +1 +1 GiB", built.out)
-    again = check_succeeded(
+    assert "$ touch /x" in build.err and "ready" in build.err
+    assert re.search(r"web +[0-9a-f]{12} +ready +1 +1 GiB", build.out)
+    second_build = check_succeeded(
         run("template", "build", "web", "-p", "curl", "-p", "nginx", "--setup", "touch /x", "--memory", "1G")
     )
-    assert again.err == "", "the same recipe is not built again"
-    toml = tmp_path / "recipe.toml"
-    toml.write_text('name = "filed"\nsetup = ["touch /y"]\nmemoryMB = 128\n')
-    assert check_succeeded(run("template", "build", "-f", str(toml), "--json")).json["recipe"]["setup"] == ["touch /y"]
-    other = tmp_path / "recipe.json"
-    other.write_text('{"setup": ["touch /z"]}')
-    assert check_succeeded(run("template", "build", "named", "-f", str(other), "--json")).json["names"] == ["named"]
-    failed = run("template", "build", "bad", "--setup", "fail")
-    assert failed.code == 1 and "exit code 1" in failed.err and "fix the recipe" in failed.err
+    assert second_build.err == "", "the same recipe is not built again"
+    toml_recipe = tmp_path / "recipe.toml"
+    toml_recipe.write_text('name = "filed"\nsetup = ["touch /y"]\nmemoryMB = 128\n')
+    assert check_succeeded(run("template", "build", "-f", str(toml_recipe), "--json")).json["recipe"]["setup"] == [
+        "touch /y"
+    ]
+    json_recipe = tmp_path / "recipe.json"
+    json_recipe.write_text('{"setup": ["touch /z"]}')
+    assert check_succeeded(run("template", "build", "named", "-f", str(json_recipe), "--json")).json["names"] == [
+        "named"
+    ]
+    failed_build = run("template", "build", "bad", "--setup", "fail")
+    assert failed_build.code == 1 and "exit code 1" in failed_build.err and "fix the recipe" in failed_build.err
     check_succeeded(run("template", "delete", "web", "filed", "named"))
     assert run("template", "show", "web").code == 3
 
@@ -121,7 +125,7 @@ def test_templates_are_built_with_their_log(memory_gateway: MemoryGateway, run: 
 @pytest.mark.parametrize(
     ("text", "name"), [("name = ", "bad.toml"), ("[1]", "bad.json"), ("{", "bad.json"), ("", "missing.toml")]
 )
-def test_bad_recipe_files(run: Run, tmp_path: Path, text: str, name: str) -> None:
+def test_invalid_recipe_files_are_refused(run: Run, tmp_path: Path, text: str, name: str) -> None:
     if text:
         (tmp_path / name).write_text(text)
     outcome = run("template", "build", "x", "-f", str(tmp_path / name))
@@ -154,25 +158,29 @@ def test_error_messages_and_exit_codes(run: Run, args: tuple[str, ...], code: in
     assert outcome.err.startswith("sandboxctl: ") and "Traceback" not in outcome.err
 
 
-def test_wrong_usage(run: Run) -> None:
+def test_wrong_usage_exits_with_2(run: Run) -> None:
     for args in (("nonsense",), ("create",), ("list", "--nope"), ("clone", "one", "-n", "0"), ("exec", "one")):
         assert run(*args).code == 2
 
 
-def test_best_effort(memory_gateway: MemoryGateway, run: Run) -> None:
+def test_best_effort_keeps_the_successful_forks(memory_gateway: MemoryGateway, run: Run) -> None:
     run("create", "base", "--name", "one")
     memory_gateway.host.failing = {"b"}
-    some = run("clone", "one", "--names", "a,b", "--best-effort")
-    assert some.code == 1 and "a" in some.out and "b was not created: no machine for b" in some.err
-    none = run("clone", "one", "--names", "c,b")
-    assert none.code == 1 and none.out == ""
+    partial_clone = run("clone", "one", "--names", "a,b", "--best-effort")
+    assert (
+        partial_clone.code == 1
+        and "a" in partial_clone.out
+        and "b was not created: no machine for b" in partial_clone.err
+    )
+    failed_clone = run("clone", "one", "--names", "c,b")
+    assert failed_clone.code == 1 and failed_clone.out == ""
     assert run("show", "c").code == 3
     assert run("kill", "--ignore-missing", "c", "a").code == 0
 
 
-def test_keys(memory_gateway: MemoryGateway, run: Run, tmp_path: Path) -> None:
-    nobody = run("list", url=memory_gateway.url)
-    assert nobody.code == 5 and "SANDBOX_GATEWAY_TOKEN" in nobody.err
+def test_a_key_is_required_over_tcp(memory_gateway: MemoryGateway, run: Run, tmp_path: Path) -> None:
+    outcome = run("list", url=memory_gateway.url)
+    assert outcome.code == 5 and "SANDBOX_GATEWAY_TOKEN" in outcome.err
     assert run("list", url=memory_gateway.url, token=READ_KEY).code == 0
     assert run("create", "base", url=memory_gateway.url, token=READ_KEY).code == 5
     file = tmp_path / "key"
@@ -189,39 +197,39 @@ def test_keys(memory_gateway: MemoryGateway, run: Run, tmp_path: Path) -> None:
         ("ftp://here", 2, "unix:///path"),
     ],
 )
-def test_unreachable_gateways(run: Run, url: str, code: int, words: str) -> None:
+def test_unreachable_gateways_are_reported(run: Run, url: str, code: int, words: str) -> None:
     outcome = run("list", url=url)
     assert outcome.code == code and words in outcome.err and "Traceback" not in outcome.err
 
 
-def test_every_page_of_a_long_list(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_page_of_a_long_list_is_printed(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     from sandbox_gateway.cli import client
 
     run("create", "base", "--name", "one")
     run("clone", "one", "-n", "4")
-    honest = client._remove_empty
+    original = client._remove_empty
     monkeypatch.setattr(
-        client, "_remove_empty", lambda params: honest({**params, "limit": 2} if "limit" in params else params)
+        client, "_remove_empty", lambda params: original({**params, "limit": 2} if "limit" in params else params)
     )
     assert len(check_succeeded(run("list", "--json")).json) == 5
 
 
 def test_help_is_quick_and_complete() -> None:
-    begun = time.monotonic()
-    ended = subprocess.run(
+    started_at = time.monotonic()
+    result = subprocess.run(
         [*SANDBOXCTL, "--help"],
         capture_output=True,
         text=True,
         check=True,
         timeout=60,
     )
-    seconds = time.monotonic() - begun
+    seconds = time.monotonic() - started_at
     for word in ("template", "create", "exec", "rollback", "clone", "promote", "tree", "events", "Exit codes"):
-        assert word in ended.stdout
+        assert word in result.stdout
     assert seconds < 5
 
 
-def test_help_loads_no_http() -> None:
+def test_version_imports_no_slow_libraries() -> None:
     code = (
         "import sys; sys.argv = ['sandboxctl', '--version']\n"
         "from sandbox_gateway.cli.main import main\n"
@@ -229,12 +237,12 @@ def test_help_loads_no_http() -> None:
         "except SystemExit: pass\n"
         "print([name for name in ('httpx', 'rich.table', 'fastapi', 'numpy') if name in sys.modules])"
     )
-    ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60)
-    assert ended.stdout.splitlines()[-1] == "[]"
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60)
+    assert result.stdout.splitlines()[-1] == "[]"
 
 
-def test_events_as_lines(memory_gateway: MemoryGateway, run: Run) -> None:
-    before = len(memory_gateway.engine.events._queues)
+def test_events_are_printed_as_json_lines(memory_gateway: MemoryGateway, run: Run) -> None:
+    queue_count = len(memory_gateway.engine.events._queues)
     watcher = subprocess.Popen(
         [*SANDBOXCTL, "--url", memory_gateway.unix_url, "events", "--json"],
         stdout=subprocess.PIPE,
@@ -243,19 +251,19 @@ def test_events_as_lines(memory_gateway: MemoryGateway, run: Run) -> None:
     assert watcher.stdout is not None
     try:
         deadline = time.monotonic() + 20
-        while len(memory_gateway.engine.events._queues) == before and time.monotonic() < deadline:
+        while len(memory_gateway.engine.events._queues) == queue_count and time.monotonic() < deadline:
             time.sleep(0.05)
         run("create", "base", "--name", "one")
-        line = json.loads(watcher.stdout.readline())
-        assert line["type"] == "sandbox.created" and line["name"] == "one"
+        event = json.loads(watcher.stdout.readline())
+        assert event["type"] == "sandbox.created" and event["name"] == "one"
     finally:
         watcher.terminate()
         watcher.wait(30)
         watcher.stdout.close()
 
 
-def test_a_progress_bar_moves_on_a_terminal(memory_gateway: MemoryGateway, run: Run) -> None:
-    """In a pseudo-terminal, progress goes to the terminal and JSON to standard output."""
+def test_progress_is_shown_on_a_terminal(memory_gateway: MemoryGateway, run: Run) -> None:
+    """Progress goes to the terminal (here a pseudo-terminal), and JSON to standard output."""
     import os
     import pty
 
@@ -263,7 +271,7 @@ def test_a_progress_bar_moves_on_a_terminal(memory_gateway: MemoryGateway, run: 
     memory_gateway.host.slow = 0.2
     screen, terminal = pty.openpty()
     try:
-        ended = subprocess.run(
+        result = subprocess.run(
             [*SANDBOXCTL, "--url", memory_gateway.unix_url, "clone", "one", "-n", "3", "--concurrency", "1", "--json"],
             stdout=subprocess.PIPE,
             stderr=terminal,
@@ -271,9 +279,9 @@ def test_a_progress_bar_moves_on_a_terminal(memory_gateway: MemoryGateway, run: 
             timeout=60,
             check=True,
         )
-        shown = os.read(screen, 1 << 16).decode()
+        screen_text = os.read(screen, 1 << 16).decode()
     finally:
         os.close(screen)
         os.close(terminal)
-    assert len(json.loads(ended.stdout)["sandboxes"]) == 3
-    assert "cloning one" in shown and "1/3" in shown
+    assert len(json.loads(result.stdout)["sandboxes"]) == 3
+    assert "cloning one" in screen_text and "1/3" in screen_text

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from sandbox_gateway.cli import formats
-from sandbox_gateway.cli.failure import Failure, failure_from_answer
+from sandbox_gateway.cli.failure import Failure, failure_from_response
 from tests.api.memory_gateway import READ_KEY, MemoryGateway
 from tests.cli.running import Run, check_succeeded
 
@@ -17,42 +17,42 @@ def test_the_life_cycle_of_a_volume(run: Run) -> None:
     assert re.search(r"data +1 GiB +0 B +- +- +\d+ s", check_succeeded(run("volume", "create", "data")).out)
     check_succeeded(run("create", "base", "--name", "one", "--volume", "data:/srv/data"))
     assert re.search(r"data +2 GiB +0 B +one", check_succeeded(run("volume", "grow", "data", "2G")).out)
-    taken = check_succeeded(run("volume", "snapshot", "data", "--name", "monday", "--json")).json
+    snapshot = check_succeeded(run("volume", "snapshot", "data", "--name", "monday", "--json")).json
     assert re.search(
-        rf"monday +{taken['snapshotID']} +2 GiB +-", check_succeeded(run("volume", "snapshots", "data")).out
+        rf"monday +{snapshot['snapshotID']} +2 GiB +-", check_succeeded(run("volume", "snapshots", "data")).out
     )
-    copy = check_succeeded(run("volume", "create", "copy", "--from", "data@monday", "--size", "3G")).out
-    assert re.search(rf"copy +3 GiB +0 B +- +{taken['snapshotID']}", copy)
-    attached = check_succeeded(run("volume", "attach", "one", "copy:/srv/copy:ro"))
-    assert "mounted in one: copy:/srv/copy:ro" in attached.out
+    copy_output = check_succeeded(run("volume", "create", "copy", "--from", "data@monday", "--size", "3G")).out
+    assert re.search(rf"copy +3 GiB +0 B +- +{snapshot['snapshotID']}", copy_output)
+    outcome = check_succeeded(run("volume", "attach", "one", "copy:/srv/copy:ro"))
+    assert "mounted in one: copy:/srv/copy:ro" in outcome.out
     check_succeeded(run("volume", "detach", "one", "copy", "data"))
     assert "data was rolled back to monday" in check_succeeded(run("volume", "rollback", "data", "monday")).out
     check_succeeded(run("volume", "delete", "copy", "data@monday", "data"))
     assert check_succeeded(run("volume", "list", "--json")).json == []
 
 
-def test_tables_for_people(run: Run) -> None:
-    nothing = check_succeeded(run("volume", "list"))
-    assert nothing.out == "" and "sandboxctl volume create" in nothing.err
+def test_volume_tables_are_printed_by_default(run: Run) -> None:
+    outcome = check_succeeded(run("volume", "list"))
+    assert outcome.out == "" and "sandboxctl volume create" in outcome.err
     check_succeeded(run("volume", "create", "data"))
     assert "sandboxctl volume snapshot data" in check_succeeded(run("volume", "snapshots", "data")).err
     for name in ("a", "b", "c"):
         check_succeeded(run("create", "base", "--name", name, "--volume", "data:/srv/data:ro"))
-    listed = check_succeeded(run("volume", "list")).out
-    assert re.search(r"^NAME +SIZE +USED +MOUNTED BY", listed) and "a, b, c" in listed
+    table = check_succeeded(run("volume", "list")).out
+    assert re.search(r"^NAME +SIZE +USED +MOUNTED BY", table) and "a, b, c" in table
     check_succeeded(run("create", "base", "--name", "d", "--volume", "data:/srv/data"))
     assert "4 sandboxes" in check_succeeded(run("volume", "list")).out
     check_succeeded(run("pause", "a"))
-    shown = check_succeeded(run("volume", "show", "data")).out
-    assert re.search(r"a \([0-9a-f]{12}, paused\) at /srv/data, read-only *\n", shown)
-    assert re.search(r"d \([0-9a-f]{12}, running\) at /srv/data *\n", shown)
-    assert re.search(r"sizeMB +1 GiB", shown) and "token" not in shown
+    details = check_succeeded(run("volume", "show", "data")).out
+    assert re.search(r"a \([0-9a-f]{12}, paused\) at /srv/data, read-only *\n", details)
+    assert re.search(r"d \([0-9a-f]{12}, running\) at /srv/data *\n", details)
+    assert re.search(r"sizeMB +1 GiB", details) and "token" not in details
     assert "data:/srv/data:ro" in check_succeeded(run("show", "a")).out
 
 
-def test_json_for_programs(run: Run) -> None:
-    made = check_succeeded(run("volume", "create", "data", "--size", "128M", "--json")).json
-    assert made["sizeMB"] == 128 and made["token"]
+def test_volumes_are_printed_as_json(run: Run) -> None:
+    volume = check_succeeded(run("volume", "create", "data", "--size", "128M", "--json")).json
+    assert volume["sizeMB"] == 128 and volume["token"]
     check_succeeded(run("create", "base", "--name", "one"))
     mount = {"name": "data", "path": "/srv/a:ro/b", "readOnly": False}
     assert check_succeeded(run("volume", "attach", "one", "data:/srv/a:ro/b", "--json")).json == mount
@@ -66,23 +66,23 @@ def test_volumes_are_captured_and_forked(run: Run) -> None:
     for name in ("data", "lib"):
         check_succeeded(run("volume", "create", name))
     check_succeeded(run("create", "base", "--name", "one", "--volume", "data:/srv/data", "--volume", "lib:/srv/lib:ro"))
-    taken = check_succeeded(run("snapshot", "create", "one", "--name", "s1", "--volumes", "data,lib", "--json")).json
-    assert [part["name"] for part in taken["volumes"]] == ["data", "lib"]
-    assert f"data@{taken['volumes'][0]['snapshotID']}" in check_succeeded(run("snapshot", "show", "s1")).out
+    snapshot = check_succeeded(run("snapshot", "create", "one", "--name", "s1", "--volumes", "data,lib", "--json")).json
+    assert [part["name"] for part in snapshot["volumes"]] == ["data", "lib"]
+    assert f"data@{snapshot['volumes'][0]['snapshotID']}" in check_succeeded(run("snapshot", "show", "s1")).out
 
-    def mounts(*args: str) -> Any:
-        made = check_succeeded(run(*args, "--json")).json["sandboxes"]
-        return [formats.format_mount(mount) for mount in made[0]["volumeMounts"]]
+    def fork_mounts(*args: str) -> Any:
+        sandboxes = check_succeeded(run(*args, "--json")).json["sandboxes"]
+        return [formats.format_mount(mount) for mount in sandboxes[0]["volumeMounts"]]
 
-    as_it_was = ["data:/srv/data", "lib:/srv/lib:ro"]
-    assert mounts("snapshot", "fork", "s1") == mounts("clone", "one") == as_it_was
-    assert mounts("snapshot", "fork", "s1", "--no-volumes") == mounts("clone", "one", "--no-volumes") == []
-    assert mounts("clone", "one", "--volume", "lib:/opt/lib") == ["lib:/opt/lib"]
-    own = mounts("snapshot", "fork", "s1", "--names", "mine", "--volume", "data:/srv/data:ro:clone")
-    assert own == ["mine-data:/srv/data:ro"]
-    assert mounts("clone", "one", "--names", "twin", "--volume", "data:/srv/data:clone") == ["twin-data:/srv/data"]
-    plain = check_succeeded(run("create", "s1", "--name", "plain", "--no-volumes", "--json")).json
-    assert plain["volumeMounts"] == []
+    captured_mounts = ["data:/srv/data", "lib:/srv/lib:ro"]
+    assert fork_mounts("snapshot", "fork", "s1") == fork_mounts("clone", "one") == captured_mounts
+    assert fork_mounts("snapshot", "fork", "s1", "--no-volumes") == fork_mounts("clone", "one", "--no-volumes") == []
+    assert fork_mounts("clone", "one", "--volume", "lib:/opt/lib") == ["lib:/opt/lib"]
+    cloned_mounts = fork_mounts("snapshot", "fork", "s1", "--names", "mine", "--volume", "data:/srv/data:ro:clone")
+    assert cloned_mounts == ["mine-data:/srv/data:ro"]
+    assert fork_mounts("clone", "one", "--names", "twin", "--volume", "data:/srv/data:clone") == ["twin-data:/srv/data"]
+    sandbox = check_succeeded(run("create", "s1", "--name", "plain", "--no-volumes", "--json")).json
+    assert sandbox["volumeMounts"] == []
 
 
 @pytest.mark.parametrize(
@@ -124,16 +124,16 @@ def test_error_messages(run: Run, args: tuple[str, ...], code: int, sentence: st
     assert outcome.err.startswith("sandboxctl: ") and "Traceback" not in outcome.err
 
 
-def test_a_volume_that_blocks_a_snapshot_is_deleted_and_not_killed() -> None:
+def test_the_hint_for_a_cloned_volume_is_to_delete_it() -> None:
     message = "snapshot '41f4b8565126' is in use by 1 cloned volume (copy). Delete them first, or pass when=unused"
     users = [{"kind": "clone", "id": "e2d0ad307996", "name": "copy"}]
     details = {"resource": "snapshot", "users": users, "overrides": ["when=unused"]}
     body = {"kind": "in_use", "message": message, "blockers": ["e2d0ad307996"], "details": details}
-    failure = failure_from_answer(409, body)
+    failure = failure_from_response(409, body)
     assert failure.code == 4 and "sandboxctl volume delete VOLUME" in failure.hint
 
 
-def test_force_and_snapshots_options(run: Run) -> None:
+def test_force_and_with_snapshots_override_refusals(run: Run) -> None:
     check_succeeded(run("volume", "create", "data"))
     check_succeeded(run("create", "base", "--name", "one", "--volume", "data:/srv/data"))
     check_succeeded(run("volume", "snapshot", "data", "--name", "monday"))
@@ -142,11 +142,11 @@ def test_force_and_snapshots_options(run: Run) -> None:
     check_succeeded(run("volume", "delete", "data", "--with-snapshots"))
 
 
-def test_a_read_only_key(memory_gateway: MemoryGateway, run: Run) -> None:
+def test_a_read_only_key_cannot_delete_a_volume(memory_gateway: MemoryGateway, run: Run) -> None:
     check_succeeded(run("volume", "create", "data"))
     assert run("volume", "show", "data", url=memory_gateway.url, token=READ_KEY).code == 0
-    forbidden = run("volume", "delete", "data", url=memory_gateway.url, token=READ_KEY)
-    assert forbidden.code == 5 and "wider scope" in forbidden.err
+    outcome = run("volume", "delete", "data", url=memory_gateway.url, token=READ_KEY)
+    assert outcome.code == 5 and "wider scope" in outcome.err
 
 
 @pytest.mark.parametrize(
@@ -162,12 +162,12 @@ def test_a_read_only_key(memory_gateway: MemoryGateway, run: Run) -> None:
         ("data:/a:ro/b", "/a:ro/b", ""),
     ],
 )
-def test_mounts_are_formatted(text: str, path: str, flags: str) -> None:
-    wanted = {"name": "data", "path": path, "readOnly": "ro" in flags.split(), "clone": "clone" in flags}
-    assert formats.parse_mount(text) == wanted
+def test_mounts_are_parsed(text: str, path: str, flags: str) -> None:
+    expected = {"name": "data", "path": path, "readOnly": "ro" in flags.split(), "clone": "clone" in flags}
+    assert formats.parse_mount(text) == expected
 
 
 @pytest.mark.parametrize("text", ["", "data", ":/srv", "data:", "data:srv", "data::ro", "/srv:data", "ro"])
-def test_invalid_mounts(text: str) -> None:
-    with pytest.raises(Failure, match="is not a volume and a path"):
+def test_invalid_mounts_are_refused(text: str) -> None:
+    with pytest.raises(Failure, match="is not a volume mount"):
         formats.parse_mount(text)

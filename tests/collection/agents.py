@@ -1,5 +1,7 @@
-"""A real gateway above real agents: each sandbox is an agent's process on a loopback address, with this machine's files
-and users. The data plane works as on any host; there is no machine around the agent.
+"""A real gateway with real agents, but without machines.
+
+Each sandbox is an agent process on a loopback address that uses this machine's files and users. The data plane works
+as on any host.
 """
 
 from __future__ import annotations
@@ -12,36 +14,36 @@ from pathlib import Path
 from typing import Any
 
 from tests.api.memory_gateway import MemoryGateway
-from tests.api.memory_host import AGENT_PORT, Machine, MemoryHost, _address
+from tests.api.memory_host import AGENT_PORT, Machine, MemoryHost, _next_address
 from tests.support.session import REPOSITORY
 
 SOURCE = REPOSITORY / "gateway" / "src"
-PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
+SEARCH_PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
 _START_SECONDS = 20
 
 
 class AgentMachine(Machine):
-    """``kill`` ends the agent as the end of a machine would."""
+    """A machine that consists of an agent process. Stopping it kills the agent."""
 
     process: asyncio.subprocess.Process | None = None
 
     async def start(self) -> None:
-        self.address = _address()
+        self.address = _next_address()
         options = ("--unmanaged", "--bind", self.address, "--port", str(AGENT_PORT))
         self.process = await asyncio.create_subprocess_exec(
             sys.executable,
             *("-m", "sandbox_agent", *options),
-            env={"PYTHONPATH": str(SOURCE), "PATH": PATH, "LC_ALL": "C.UTF-8"},
+            env={"PYTHONPATH": str(SOURCE), "PATH": SEARCH_PATH, "LC_ALL": "C.UTF-8"},
             stdin=asyncio.subprocess.DEVNULL,
             stderr=asyncio.subprocess.PIPE,
         )
         assert self.process.stderr
-        said = b""
+        startup_log = b""
         async with asyncio.timeout(_START_SECONDS):
-            while b"listening on" not in said:
+            while b"listening on" not in startup_log:
                 line = await self.process.stderr.readline()
-                assert line, f"the agent did not start: {said.decode()}"
-                said += line
+                assert line, f"the agent did not start: {startup_log.decode()}"
+                startup_log += line
 
     async def stop(self) -> None:
         if self.process is not None and self.process.returncode is None:
@@ -60,7 +62,7 @@ class AgentHost(MemoryHost):
 
 @contextmanager
 def serve(root: Path, **sections: dict[str, Any]) -> Iterator[MemoryGateway]:
-    """A gateway with the template `base`; ``sections`` are sections of its configuration."""
+    """Serve a gateway with the template `base`. ``sections`` are sections of its configuration."""
     gateway = MemoryGateway(root, AgentHost(), **sections)
     try:
         gateway.build_template("base")

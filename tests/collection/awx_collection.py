@@ -1,4 +1,4 @@
-"""The collection awx.awx, without Galaxy: extracted from PyPI's package ``ansible``, once for each test state."""
+"""Get the collection awx.awx without Galaxy, by extracting it from PyPI's package ``ansible``."""
 
 from __future__ import annotations
 
@@ -15,44 +15,44 @@ import yaml
 from requirements import sbom
 from tests.support import session
 
-LIST = session.REPOSITORY / "requirements" / "awx.txt"
-(_PIN,) = sbom.read_pins(LIST)
+REQUIREMENTS = session.REPOSITORY / "requirements" / "awx.txt"
+(_PIN,) = sbom.read_pins(REQUIREMENTS)
 _PREFIX = "ansible_collections/awx/awx/"
 _DOWNLOAD_SECONDS = 300
 
 
 @cache
 def collections_path() -> Path:
-    """A collections path that holds only awx.awx (1 MB of a package of 54 MB)."""
-    place = session.cache_dir() / f"awx-{_PIN.version}"
-    if not place.exists():
+    """Return a collections path that contains only awx.awx, which is 1 MB of the 54 MB package."""
+    directory = session.cache_dir() / f"awx-{_PIN.version}"
+    if not directory.exists():
         with tempfile.TemporaryDirectory(dir=session.cache_dir()) as scratch:
             _download(Path(scratch))
             (wheel,) = Path(scratch).glob("*.whl")
             unpacked = Path(scratch) / "unpacked"
             with zipfile.ZipFile(wheel) as archive:
                 archive.extractall(unpacked, [name for name in archive.namelist() if name.startswith(_PREFIX)])
-            # Atomic: the directory exists only if it is complete.
-            unpacked.rename(place)
-    return place
+            # The rename is atomic, so the directory exists only if it is complete.
+            unpacked.rename(directory)
+    return directory
 
 
-def _download(into: Path) -> None:
-    hashed = ["--require-hashes", "--no-deps", "--only-binary=:all:", "--requirement", str(LIST)]
-    done = subprocess.run(
-        [sys.executable, "-m", "pip", "download", "-q", "-d", str(into), *hashed],
+def _download(directory: Path) -> None:
+    options = ["--require-hashes", "--no-deps", "--only-binary=:all:", "--requirement", str(REQUIREMENTS)]
+    result = subprocess.run(
+        [sys.executable, "-m", "pip", "download", "-q", "-d", str(directory), *options],
         capture_output=True,
         text=True,
         timeout=_DOWNLOAD_SECONDS,
         check=False,
     )
-    assert done.returncode == 0, f"pip cannot download ansible {_PIN.version}, which has awx.awx: {done.stderr}"
+    assert result.returncode == 0, f"pip cannot download ansible {_PIN.version}, which has awx.awx: {result.stderr}"
 
 
 @cache
 def module_options(module: str) -> dict[str, dict[str, Any]]:
-    """The options of a module of awx.awx, from its documentation."""
+    """Return the options of a module of awx.awx, according to its documentation."""
     source = collections_path() / _PREFIX / "plugins" / "modules" / f"{module}.py"
     _, _, rest = source.read_text().partition("DOCUMENTATION = '''")
-    found: dict[str, dict[str, Any]] = yaml.safe_load(rest.partition("'''")[0])["options"]
-    return found
+    documented_options: dict[str, dict[str, Any]] = yaml.safe_load(rest.partition("'''")[0])["options"]
+    return documented_options

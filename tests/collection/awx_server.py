@@ -1,8 +1,8 @@
-"""A small AWX: ``/api/v2`` with state, as far as the collection's declaration and the launch of its jobs need it.
+"""A test double of AWX: the parts of ``/api/v2`` that the playbook declare.yml and the launch of its jobs need.
 
-It rejects wrong requests. It accepts only fields that the modules of awx.awx have options for, with their types and
-choices; referenced objects must exist, names are unique, surveys and types of credentials obey AWX's rules, a project
-has exactly the playbooks of a directory, and secrets are not shown again.
+It rejects invalid requests. It accepts only fields for which the modules of awx.awx have options, with the same types
+and choices. Referenced objects must exist, names must be unique, surveys and credential types must follow AWX's rules,
+and a project contains the playbooks of a directory. Stored secrets are never returned.
 """
 
 from __future__ import annotations
@@ -36,8 +36,8 @@ MODULES = {
     "job_templates": "job_template",
     "schedules": "schedule",
 }
-"""Endpoint → the module of awx.awx that writes there."""
-OF_THE_MODULE = {
+"""The module of awx.awx that writes to each endpoint."""
+MODULE_ONLY_OPTIONS = {
     "state",
     "new_name",
     "copy_from",
@@ -47,8 +47,8 @@ OF_THE_MODULE = {
     "update_secrets",
     "survey_spec",
 }
-"""Options that are for the module itself."""
-NAMED = {
+"""Options of the modules that are not fields of the API."""
+REFERENCE_FIELDS = {
     "organization": "organizations",
     "execution_environment": "execution_environments",
     "default_environment": "execution_environments",
@@ -59,7 +59,7 @@ NAMED = {
     "inventory": "inventories",
     "unified_job_template": "job_templates",
 }
-"""Fields that hold the id of another object."""
+"""Fields that contain the id of another object, with the endpoint of that object."""
 REQUIRED = {
     "organizations": ("name",),
     "execution_environments": ("name", "image"),
@@ -73,12 +73,12 @@ REQUIRED = {
     "schedules": ("name", "rrule", "unified_job_template"),
 }
 NULLABLE = {"host_filter"}
-"""Texts that are null if they are not set; others are empty."""
-SPACES = ("organization", "inventory", "credential_type", "unified_job_template")
-"""Fields that, together with the name, identify an object."""
-AS_TEXT = ("variables", "extra_vars", "source_vars")
-"""Mappings that are written as text, in JSON or YAML."""
-NIGHT = re.compile(r"DTSTART:\d{8}T\d{6}Z RRULE:FREQ=(MINUTELY|HOURLY|DAILY|WEEKLY|MONTHLY|YEARLY)(;\w+=[\w,+-]+)+")
+"""Text fields that are null if they are not set. Other text fields are empty."""
+UNIQUE_TOGETHER = ("organization", "inventory", "credential_type", "unified_job_template")
+"""Fields that must be unique together with the name."""
+TEXT_MAPPINGS = ("variables", "extra_vars", "source_vars")
+"""Fields that contain a mapping as text, in JSON or YAML."""
+RRULE = re.compile(r"DTSTART:\d{8}T\d{6}Z RRULE:FREQ=(MINUTELY|HOURLY|DAILY|WEEKLY|MONTHLY|YEARLY)(;\w+=[\w,+-]+)+")
 INPUT_KEYS = {
     "id",
     "label",
@@ -93,31 +93,35 @@ INPUT_KEYS = {
 }
 
 
-class Refused(Exception):
+class RefusedRequest(Exception):
     def __init__(self, status: int, body: dict[str, Any]) -> None:
         super().__init__(body)
         self.status, self.body = status, body
 
 
-def validation_error(field: str, message: str) -> Refused:
-    return Refused(400, {field: [message]})
+def validation_error(field: str, message: str) -> RefusedRequest:
+    return RefusedRequest(400, {field: [message]})
 
 
 class Awx:
-    """``tree``: the content of each project, whatever its URL. ``writes``: changes of the state, as (method, path)."""
+    """The state of AWX.
+
+    ``tree`` is the directory that serves as the contents of every project. ``writes`` lists the changes of the state,
+    as (method, path).
+    """
 
     def __init__(self, tree: Path) -> None:
         self.tree = tree
         self.tables: dict[str, dict[int, dict[str, Any]]] = {endpoint: {} for endpoint in MODULES}
         self.surveys: dict[int, dict[str, Any]] = {}
         self.attached: dict[int, list[int]] = {}
-        """Credentials of job templates."""
+        """The ids of the credentials of each job template."""
         self.updates: dict[int, int] = {}
-        """Project → how often clients asked for its update."""
+        """How often clients have requested an update of each project."""
         self.writes: list[tuple[str, str]] = []
         self._ids = itertools.count(1)
         self._lock = threading.RLock()
-        # The content of a fresh AWX, and a credential that somebody created by hand.
+        # The objects of a new AWX, and a credential that was created by hand.
         self._store("organizations", {"name": "Default"})
         machine = self._store(
             "credential_types", {"name": "Machine", "kind": "ssh", "managed": True, "inputs": {"fields": []}}
@@ -126,17 +130,17 @@ class Awx:
 
     # Requests
 
-    def answer(self, method: str, target: str, body: Any, token: str) -> tuple[int, Any]:
+    def handle_request(self, method: str, target: str, body: Any, token: str) -> tuple[int, Any]:
         parts = urlsplit(target)
         with self._lock:
             try:
                 if token != TOKEN:
-                    raise Refused(401, {"detail": "Authentication credentials were not provided."})
+                    raise RefusedRequest(401, {"detail": "Authentication credentials were not provided."})
                 steps = parts.path.strip("/").split("/")
                 if steps[:2] != ["api", "v2"] or not parts.path.endswith("/"):
-                    raise Refused(404, {"detail": "Not found."})
+                    raise RefusedRequest(404, {"detail": "Not found."})
                 status, data = self._route(method, steps[2:], dict(parse_qsl(parts.query)), body)
-            except Refused as refused:
+            except RefusedRequest as refused:
                 return refused.status, refused.body
             if method != "GET":
                 self.writes.append((method, parts.path))
@@ -160,70 +164,75 @@ class Awx:
                 return 200, self._handle_survey(method, self._find("job_templates", ident)["id"], body)
             case (_, "job_templates", ident, "credentials"):
                 return self._attach(method, self._find("job_templates", ident)["id"], body)
-        raise Refused(404, {"detail": "Not found."})
+        raise RefusedRequest(404, {"detail": "Not found."})
 
     def _find(self, endpoint: str, ident: Any) -> dict[str, Any]:
-        found = self.tables[endpoint].get(int(ident))
-        if found is None:
-            raise Refused(404, {"detail": "Not found."})
-        return found
+        item = self.tables[endpoint].get(int(ident))
+        if item is None:
+            raise RefusedRequest(404, {"detail": "Not found."})
+        return item
 
     def _list_page(self, endpoint: str, query: dict[str, str]) -> dict[str, Any]:
         unknown = query.keys() - {"id", *self.writable_fields(endpoint)}
         if unknown:
-            raise Refused(400, {"detail": f"{endpoint} has no field {', '.join(sorted(unknown))}"})
-        found = [
+            raise RefusedRequest(400, {"detail": f"{endpoint} has no field {', '.join(sorted(unknown))}"})
+        items = [
             self._show(endpoint, item)
             for item in self.tables[endpoint].values()
             if all(str(item.get(key)) == value for key, value in query.items())
         ]
-        return {"count": len(found), "next": None, "previous": None, "results": found}
+        return {"count": len(items), "next": None, "previous": None, "results": items}
 
     def _show(self, endpoint: str, item: dict[str, Any]) -> dict[str, Any]:
         url = f"/api/v2/{endpoint}/{item['id']}/"
         related = {"survey_spec": f"{url}survey_spec/"} if endpoint == "job_templates" else {}
-        shown = {**item, "type": MODULES[endpoint], "url": url, "related": related, "summary_fields": {}}
+        data = {**item, "type": MODULES[endpoint], "url": url, "related": related, "summary_fields": {}}
         if endpoint == "projects":
-            shown["scm_revision"] = "" if self.updates[item["id"]] < 2 else "0" * 40
+            data["scm_revision"] = "" if self.updates[item["id"]] < 2 else "0" * 40
             if self.updates[item["id"]] < 2:
-                shown["summary_fields"] = {"current_update": {"id": item["id"]}}
+                data["summary_fields"] = {"current_update": {"id": item["id"]}}
         if endpoint == "credentials":
             secret = self._secrets(item)
-            shown["inputs"] = {key: HIDDEN if key in secret else value for key, value in item["inputs"].items()}
-        return shown
+            data["inputs"] = {key: HIDDEN if key in secret else value for key, value in item["inputs"].items()}
+        return data
 
     # Writable fields
 
     def writable_fields(self, endpoint: str) -> dict[str, dict[str, Any]]:
-        """The writable fields with their types: the options of the module, except those that are not fields."""
-        found = {
+        """Return the writable fields with their types, which are the options of the module that are fields."""
+        fields = {
             name: option
             for name, option in awx_collection.module_options(MODULES[endpoint]).items()
-            if name not in OF_THE_MODULE and option.get("type", "str") != "list"
+            if name not in MODULE_ONLY_OPTIONS and option.get("type", "str") != "list"
         }
-        return {**found, "managed": {"type": "bool"}} if endpoint == "credential_types" else found
+        return {**fields, "managed": {"type": "bool"}} if endpoint == "credential_types" else fields
 
     def _write(self, endpoint: str, old: dict[str, Any] | None, body: Any) -> dict[str, Any]:
         fields = self.writable_fields(endpoint)
         if not isinstance(body, dict):
-            raise Refused(400, {"detail": "JSON parse error"})
+            raise RefusedRequest(400, {"detail": "JSON parse error"})
         for name, value in body.items():
             if name not in fields:
                 raise validation_error(name, "AWX has no such field")
             self._check_value(name, value, fields[name])
-        blank = {"bool": False, "int": 0, "dict": {}, "str": ""}
-        unset = {name: blank.get(each.get("type", "str"), "") for name, each in fields.items()}
-        unset |= dict.fromkeys(fields.keys() & (NAMED.keys() | NULLABLE))
-        new = {**(old or unset), **{name: unset[name] if value is None else value for name, value in body.items()}}
+        empty_values = {"bool": False, "int": 0, "dict": {}, "str": ""}
+        defaults = {name: empty_values.get(each.get("type", "str"), "") for name, each in fields.items()}
+        defaults |= dict.fromkeys(fields.keys() & (REFERENCE_FIELDS.keys() | NULLABLE))
+        new = {
+            **(old or defaults),
+            **{name: defaults[name] if value is None else value for name, value in body.items()},
+        }
         if endpoint == "credentials" and old:
             new["inputs"] = {k: old["inputs"].get(k) if v == HIDDEN else v for k, v in new["inputs"].items()}
         for name in REQUIRED[endpoint]:
             if new[name] in ("", None):
                 raise validation_error(name, "This field is required.")
-        same = [name for name in ("name", *SPACES) if name in fields]
+        unique_fields = [name for name in ("name", *UNIQUE_TOGETHER) if name in fields]
         for item in self.tables[endpoint].values():
-            if item is not old and all(item.get(name) == new[name] for name in same):
-                raise Refused(400, {"__all__": [f"{MODULES[endpoint]} with these {', '.join(same)} already exists."]})
+            if item is not old and all(item.get(name) == new[name] for name in unique_fields):
+                raise RefusedRequest(
+                    400, {"__all__": [f"{MODULES[endpoint]} with these {', '.join(unique_fields)} already exists."]}
+                )
         check = getattr(self, f"_check_{endpoint}", None)
         if check:
             check(new)
@@ -239,13 +248,13 @@ class Awx:
     def _check_value(self, name: str, value: Any, option: dict[str, Any]) -> None:
         if value is None:
             return
-        if name in NAMED:
-            if not isinstance(value, int) or value not in self.tables[NAMED[name]]:
+        if name in REFERENCE_FIELDS:
+            if not isinstance(value, int) or value not in self.tables[REFERENCE_FIELDS[name]]:
                 raise validation_error(name, f'Invalid pk "{value}" - object does not exist.')
             return
-        if name in AS_TEXT:
+        if name in TEXT_MAPPINGS:
             if not isinstance(value, str) or not isinstance(json.loads(value), dict):
-                raise validation_error(name, "Cannot parse as JSON: this is to be the text of a mapping")
+                raise validation_error(name, "Cannot parse as JSON: the text of a mapping is required")
             return
         kind = {"bool": bool, "int": int, "dict": dict}.get(option.get("type", "str"), str)
         if not isinstance(value, kind) or (kind is int and isinstance(value, bool)):
@@ -310,29 +319,31 @@ class Awx:
             raise validation_error("playbook", "Playbook not found for project.")
 
     def _check_schedules(self, item: dict[str, Any]) -> None:
-        if not NIGHT.fullmatch(item["rrule"]):
+        if not RRULE.fullmatch(item["rrule"]):
             raise validation_error("rrule", "DTSTART and one RRULE are required.")
         problems = self._check_answers(item["unified_job_template"], item["extra_data"])
         if problems:
-            raise Refused(400, {"variables_needed_to_start": problems})
+            raise RefusedRequest(400, {"variables_needed_to_start": problems})
 
     def _check_answers(self, template: int, answers: dict[str, Any]) -> list[str]:
-        others = self.tables["job_templates"][template]["ask_variables_on_launch"]
+        allow_others = self.tables["job_templates"][template]["ask_variables_on_launch"]
         survey = self.surveys[template]
-        return awx_survey.check_answers(survey, {**awx_survey.default_answers(survey), **answers}, others=others)
+        return awx_survey.check_answers(
+            survey, {**awx_survey.default_answers(survey), **answers}, allow_others=allow_others
+        )
 
     def _handle_survey(self, method: str, template: int, body: Any) -> Any:
         if method == "POST":
             if problem := awx_survey.find_problem(body):
-                raise Refused(400, {"error": problem})
+                raise RefusedRequest(400, {"error": problem})
             self.surveys[template] = body
         return self.surveys.get(template, {})
 
     def _attach(self, method: str, template: int, body: Any) -> tuple[int, Any]:
         attached = self.attached.setdefault(template, [])
         if method == "GET":
-            found = [self._show("credentials", self.tables["credentials"][ident]) for ident in attached]
-            return 200, {"count": len(found), "next": None, "previous": None, "results": found}
+            credentials = [self._show("credentials", self.tables["credentials"][ident]) for ident in attached]
+            return 200, {"count": len(credentials), "next": None, "previous": None, "results": credentials}
         if body.keys() - {"id", "disassociate"}:
             raise validation_error("id", "unknown keys")
         credential = self._find("credentials", body["id"])
@@ -340,7 +351,7 @@ class Awx:
             attached.remove(credential["id"])
             return 204, None
         if credential["credential_type"] in [self.tables["credentials"][each]["credential_type"] for each in attached]:
-            raise Refused(400, {"error": "Cannot assign multiple credentials of one type."})
+            raise RefusedRequest(400, {"error": "Cannot assign multiple credentials of one type."})
         attached.append(credential["id"])
         return 204, None
 
@@ -352,15 +363,15 @@ class Awx:
     # The launch of jobs
 
     def find_by_name(self, endpoint: str, name: str) -> dict[str, Any]:
-        (found,) = [item for item in self.tables[endpoint].values() if item["name"] == name]
-        return found
+        (item,) = [item for item in self.tables[endpoint].values() if item["name"] == name]
+        return item
 
     def launch(self, name: str, answers: dict[str, Any]) -> dict[str, Any]:
-        """``{playbook, extra_vars, env, inventory}`` of a job. Raises Refused if its survey rejects an answer."""
+        """Return the settings of a new job. Raises RefusedRequest if its survey rejects an answer."""
         template = self.find_by_name("job_templates", name)
         problems = self._check_answers(template["id"], answers)
         if problems:
-            raise Refused(400, {"variables_needed_to_start": problems})
+            raise RefusedRequest(400, {"variables_needed_to_start": problems})
         env = {}
         for ident in self.attached.get(template["id"], []):
             credential = self.tables["credentials"][ident]
@@ -388,7 +399,7 @@ class _Handler(BaseHTTPRequestHandler):
     def _serve(self) -> None:
         raw = self.rfile.read(int(self.headers.get("Content-Length") or 0))
         token = (self.headers.get("Authorization") or "").removeprefix("Bearer ")
-        status, data = self.awx.answer(self.command, self.path, json.loads(raw) if raw else None, token)
+        status, data = self.awx.handle_request(self.command, self.path, json.loads(raw) if raw else None, token)
         payload = b"" if data is None else json.dumps(data).encode()
         self.send_response(status)
         self.send_header("X-API-Product-Name", "AWX")
@@ -409,7 +420,7 @@ class _Handler(BaseHTTPRequestHandler):
 
 @contextlib.contextmanager
 def serve(awx: Awx) -> Iterator[str]:
-    """Serve it on a loopback port; yields its URL."""
+    """Serve it on a loopback port. Yields the URL."""
     server = ThreadingHTTPServer(("127.0.0.1", 0), type("Handler", (_Handler,), {"awx": awx}))
     thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.05})
     thread.start()

@@ -1,4 +1,4 @@
-"""AWX 24's checks of surveys and of their answers, in the order of its views and of its launch."""
+"""The checks that AWX 24 applies to surveys and to their answers."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ KEYS = {
 
 
 def find_problem(survey: Any) -> str:
-    """The error in a survey; empty if it is valid."""
+    """Return the first error in a survey, or an empty string if it is valid."""
     if not isinstance(survey, dict) or survey.keys() != {"name", "description", "spec"}:
         return "a survey has a name, a description and a spec"
     if not isinstance(survey["spec"], list) or not survey["spec"]:
@@ -42,8 +42,8 @@ def _check_question(question: dict[str, Any]) -> str:
         return f"{name}: {question['type']} is not one of the allowed question types"
     if any(not isinstance(question.get(key), int | None) for key in ("min", "max")):
         return f"{name}: the limit is expected to be integer"
-    chosen = question["type"] in ("multiplechoice", "multiselect")
-    if chosen and not question.get("choices"):
+    has_choices = question["type"] in ("multiplechoice", "multiselect")
+    if has_choices and not question.get("choices"):
         return f"{name}: a question of type {question['type']} must specify choices"
     default = question.get("default", "")
     if default == "":
@@ -53,36 +53,38 @@ def _check_question(question: dict[str, Any]) -> str:
     return "; ".join(check_answer(question, default))
 
 
-def check_answers(survey: dict[str, Any], answers: dict[str, Any], *, others: bool) -> list[str]:
-    """Return the errors in the answers. ``others``: whether variables outside the survey are allowed."""
-    found = []
+def check_answers(survey: dict[str, Any], answers: dict[str, Any], *, allow_others: bool) -> list[str]:
+    """Return the errors in the answers. ``allow_others``: whether variables outside the survey are allowed."""
+    errors = []
     for question in survey["spec"]:
         name = question["variable"]
         if name in answers:
-            found += check_answer(question, answers[name])
+            errors += check_answer(question, answers[name])
         elif question["required"]:
-            found.append(f"'{name}' value missing")
-    asked = {question["variable"] for question in survey["spec"]}
+            errors.append(f"'{name}' value missing")
+    survey_variables = {question["variable"] for question in survey["spec"]}
     return (
-        found if others else found + [f"Variables {name} are not allowed on launch" for name in answers.keys() - asked]
+        errors
+        if allow_others
+        else errors + [f"Variables {name} are not allowed on launch" for name in answers.keys() - survey_variables]
     )
 
 
 def check_answer(question: dict[str, Any], answer: Any) -> list[str]:
     name, kind = question["variable"], question["type"]
     if kind in ("multiplechoice", "multiselect"):
-        given = answer if isinstance(answer, list) else [answer]
+        values = answer if isinstance(answer, list) else [answer]
         return [
             f"Value {each} for '{name}' expected to be one of the choices"
-            for each in given
+            for each in values
             if each not in question["choices"]
         ]
     if not isinstance(answer, TYPES[kind]) or isinstance(answer, bool):
         return [f"Value {answer!r} for '{name}' expected to be {kind}"]
     size = len(answer) if isinstance(answer, str) else answer
-    least, maximum = question.get("min"), question.get("max")
-    too = [f"'{name}' is too small"] if least is not None and size < least else []
-    return too + ([f"'{name}' is too large"] if maximum is not None and size > maximum else [])
+    minimum, maximum = question.get("min"), question.get("max")
+    errors = [f"'{name}' is too small"] if minimum is not None and size < minimum else []
+    return errors + ([f"'{name}' is too large"] if maximum is not None and size > maximum else [])
 
 
 def default_answers(survey: dict[str, Any]) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""Gateways for the collection's tests: above a host in memory, with faults, and above a host of virtual machines."""
+"""Gateways for the collection's tests: one backed by an in-memory host, with faults, and one with virtual machines."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def _faulty() -> Iterator[FaultyGateway]:
 
 @pytest.fixture
 def faulty(_faulty: FaultyGateway) -> Iterator[FaultyGateway]:
-    """A gateway above a host in memory with a template and nothing else; tests set its faults."""
+    """A gateway backed by an in-memory host that has only a template. Tests set its faults."""
     yield _faulty
     _faulty.reset()
 
@@ -34,25 +34,26 @@ def in_memory(faulty: FaultyGateway, tmp_path: Path) -> Target:
     return Target(faulty.url, tmp_path, template=TEMPLATE)
 
 
-_WAYS: dict[str, dict[str, Any]] = {"in process": {}, "as a module": {"environment": {"ANY": "thing"}}}
+_EXECUTION_KEYWORDS: dict[str, dict[str, Any]] = {"in process": {}, "as a module": {"environment": {"ANY": "thing"}}}
 
-each_way = pytest.mark.parametrize(
-    ("target", "way"), [("memory", "in process"), ("memory", "as a module"), ("real", "in process")], indirect=True
+each_execution = pytest.mark.parametrize(
+    ("target", "keywords"), [("memory", "in process"), ("memory", "as a module"), ("real", "in process")], indirect=True
 )
-"""For behaviour that does not depend on the way: both run the same functions, so one is enough for the real gateway."""
+"""For tests that do not depend on where a task runs. The code is the same, so one is enough for the real gateway."""
 
 
-@pytest.fixture(params=_WAYS)
-def way(request: pytest.FixtureRequest) -> dict[str, Any]:
-    """Keywords of a play: by the action plugin, or by the module (because of ``environment``)."""
-    return _WAYS[request.param]
+@pytest.fixture(params=_EXECUTION_KEYWORDS)
+def keywords(request: pytest.FixtureRequest) -> dict[str, Any]:
+    """The keywords of a play that runs the action plugin, or the module (because of ``environment``)."""
+    return _EXECUTION_KEYWORDS[request.param]
 
 
 @pytest.fixture(params=["memory", "real"])
 def target(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Target]:
-    """A gateway above a host in memory, then one with machines: SANDBOX_GATEWAY_URL, or a gateway of this run.
+    """A gateway backed by an in-memory host, and one with real machines.
 
-    SANDBOX_TEST_TEMPLATE names the template to use there.
+    The latter is the gateway at SANDBOX_GATEWAY_URL, with the template SANDBOX_TEST_TEMPLATE, or a gateway that the
+    test run starts.
     """
     if request.param == "memory":
         yield request.getfixturevalue("in_memory")
@@ -67,11 +68,13 @@ def target(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Target]:
     real = Target(url, tmp_path, token=token, template=template, prefix=prefix)
     yield real
     for kind, ident in (("sandboxes", "sandboxID"), ("snapshots", "snapshotID"), ("templates", "templateID")):
-        for thing in list(real.client.pages(f"/{kind}")):
-            names = [thing.get("name"), *(thing.get("names") or [])]
+        for resource in list(real.client.pages(f"/{kind}")):
+            names = [resource.get("name"), *(resource.get("names") or [])]
             # The list of templates may contain failed builds.
-            if thing.get("buildStatus", "ready") == "ready" and any(name and name.startswith(prefix) for name in names):
-                real.client.delete(f"/{kind}/{thing[ident]}")
+            if resource.get("buildStatus", "ready") == "ready" and any(
+                name and name.startswith(prefix) for name in names
+            ):
+                real.client.delete(f"/{kind}/{resource[ident]}")
     for volume in list(real.client.pages("/volumes")):
         if volume["name"].startswith(prefix):
             real.client.delete(f"/volumes/{volume['name']}", withSnapshots=True)

@@ -1,8 +1,9 @@
-"""Calls the connection plugin in a separate process, as Ansible would, and returns the results.
+"""Call the connection plugin in a separate process, as Ansible would, and print the results.
 
 `python connect.py COLLECTIONS` reads ``{variables, remember, become, calls: [[method, argument…]…]}`` as JSON and
-writes ``{results: [{value} | {error, message}…], growth}``. Bytes are base64; ``growth`` is the growth of the process
-in KiB since the first call."""
+writes ``{results: [{value} | {error, message}…], growth}``. Bytes are encoded as base64. ``growth`` is the increase of
+the process's peak memory during the calls, in KiB.
+"""
 
 from __future__ import annotations
 
@@ -21,29 +22,29 @@ def main() -> None:
     from ansible.errors import AnsibleError
     from ansible.playbook.play_context import PlayContext
 
-    asked = json.load(sys.stdin)
+    request = json.load(sys.stdin)
     connection = connection_loader.get("grove.sandbox.sandbox", PlayContext())
     from ansible_collections.grove.sandbox.plugins.plugin_utils import _gateways
 
-    for sandbox, gateway in asked.get("remember", {}).items():
+    for sandbox, gateway in request.get("remember", {}).items():
         _gateways.remember(sandbox, _gateways.Gateway(**gateway))
-    set_inventory_variables(connection, asked["variables"])
-    if asked.get("become"):
-        become = become_loader.get(asked["become"].pop("method"))
-        become.set_options(direct=asked["become"])
+    set_inventory_variables(connection, request["variables"])
+    if request.get("become"):
+        become = become_loader.get(request["become"].pop("method"))
+        become.set_options(direct=request["become"])
         connection.set_become_plugin(become)
-    before, results = _peak_memory(), []
-    for method, *arguments in asked["calls"]:
+    memory_before, results = _peak_memory(), []
+    for method, *arguments in request["calls"]:
         try:
             results.append({"value": call(connection, method, arguments)})
         except AnsibleError as error:
             (kind, *_) = (each.__name__ for each in type(error).__mro__ if each.__module__ == "ansible.errors")
             results.append({"error": kind, "message": str(error)})
-    json.dump({"results": results, "growth": _peak_memory() - before}, sys.stdout)
+    json.dump({"results": results, "growth": _peak_memory() - memory_before}, sys.stdout)
 
 
 def set_inventory_variables(connection: Any, variables: dict[str, Any]) -> None:
-    """Set the connection's variables from a host of an inventory, as a task does."""
+    """Pass the variables to the connection as the variables of an inventory host, as a task does."""
     from ansible.inventory.manager import InventoryManager
     from ansible.parsing.dataloader import DataLoader
     from ansible.vars.hostvars import HostVars

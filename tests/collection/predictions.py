@@ -1,6 +1,6 @@
-"""The cases of test_predictions.py, which become the rows of docs/predictions.md.
+"""The cases of test_predictions.py, which are also the rows of docs/predictions.md.
 
-In names, ``%`` stands for a prefix that differs for each case. Nothing here runs anything.
+In names, ``%`` stands for a prefix that differs for each case.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from ansible_collections.grove.sandbox.plugins.module_utils._module import COMMO
 from tests.collection.runner import Task
 from tests.support.session import REPOSITORY
 
-THINGS: dict[str, Any] = {
+RESOURCE_KINDS: dict[str, Any] = {
     "sandbox": _sandbox,
     "sandbox_template": _template,
     "sandbox_snapshot": _snapshot,
@@ -39,39 +39,41 @@ THINGS: dict[str, Any] = {
 
 @dataclass(frozen=True, eq=False)
 class Case:
-    """One row. ``before``: tasks that set up the case; ``meanwhile``: later changes to the setup, (action, target).
+    """One row of the page.
 
-    ``again``: the actions of a second run and their reason, if there are any; ``unforeseen``: the error of a run that
-    check mode cannot predict; ``fails``: the error code if both fail.
+    ``setup_tasks`` set up the case; ``changes`` then change it, as (change, name of the target). ``repeated_actions``
+    lists the actions of a second run, with their reason,
+         if there are any. ``unpredicted_error`` is the kind of an error
+    that only the run reports; ``error_kind`` is the kind of an error that both report.
     """
 
     module: str
     title: str
     options: Mapping[str, Any]
-    before: tuple[tuple[str, Mapping[str, Any]], ...] = ()
-    meanwhile: tuple[tuple[str, str], ...] = ()
-    again: str = ""
-    fails: str = ""
-    unforeseen: str = ""
+    setup_tasks: tuple[tuple[str, Mapping[str, Any]], ...] = ()
+    changes: tuple[tuple[str, str], ...] = ()
+    repeated_actions: str = ""
+    error_kind: str = ""
+    unpredicted_error: str = ""
 
     def covered_items(self) -> set[tuple[str, str, str]]:
-        """(module, "state", the state) and (module, "option", its name) for this case's options and default state."""
-        spec = THINGS[self.module].ARGUMENTS
-        found = {(self.module, "option", name) for name in self.options}
+        """Return the states and options that this case covers, as (module, "state" or "option", value or name)."""
+        spec = RESOURCE_KINDS[self.module].ARGUMENTS
+        items = {(self.module, "option", name) for name in self.options}
         if "state" in spec and "choices" in spec["state"] and spec["state"]["type"] == "str":
-            found.add((self.module, "state", self.options.get("state", spec["state"]["default"])))
-        return found or {(self.module, "option", "")}
+            items.add((self.module, "state", self.options.get("state", spec["state"]["default"])))
+        return items or {(self.module, "option", "")}
 
 
 def required_items() -> set[tuple[str, str, str]]:
-    """All values that ``covered_items`` of all cases together must contain, from every module's argument spec."""
-    found: set[tuple[str, str, str]] = set()
-    for module, thing in THINGS.items():
-        spec = thing.ARGUMENTS
-        found |= {(module, "option", name) for name in spec if name not in COMMON}
+    """Return the items that the cases must cover together, according to the modules' argument specifications."""
+    items: set[tuple[str, str, str]] = set()
+    for module, resource_kind in RESOURCE_KINDS.items():
+        spec = resource_kind.ARGUMENTS
+        items |= {(module, "option", name) for name in spec if name not in COMMON}
         if "state" in spec and spec["state"]["type"] == "str":
-            found |= {(module, "state", state) for state in spec["state"]["choices"]}
-    return found
+            items |= {(module, "state", state) for state in spec["state"]["choices"]}
+    return items
 
 
 def task(module: str, options: Mapping[str, Any], prefix: str) -> Task:
@@ -79,7 +81,7 @@ def task(module: str, options: Mapping[str, Any], prefix: str) -> Task:
 
 
 def with_prefix(value: Any, prefix: str) -> Any:
-    """``value`` with the prefix in place of ``%``."""
+    """Return ``value`` with ``%`` replaced by the prefix in all strings."""
     if isinstance(value, str):
         return value.replace("%", prefix)
     if isinstance(value, dict):
@@ -90,17 +92,17 @@ def with_prefix(value: Any, prefix: str) -> Any:
 
 
 TARBALL = str(REPOSITORY / "galaxy.yml")
-"""Any file: nothing here unpacks it."""
+"""Any existing file, because the in-memory host does not unpack it."""
 BOX = ("sandbox", {"name": "%box", "template": "base"})
 GOLDEN = ("sandbox_snapshot", {"name": "%golden", "sandbox": "%box"})
-THREE = ("sandbox_fork", {"snapshot": "%golden", "count": 3, "name_prefix": "%ci"})
+THREE_FORKS = ("sandbox_fork", {"snapshot": "%golden", "count": 3, "name_prefix": "%ci"})
 DATA = ("sandbox_volume", {"name": "%data", "size_mb": 64})
-MONDAY = ("sandbox_volume", {"name": "%data", "size_mb": 64, "snapshots": ["monday"]})
+DATA_WITH_SNAPSHOT = ("sandbox_volume", {"name": "%data", "size_mb": 64, "snapshots": ["monday"]})
 MOUNT = {"name": "%data", "path": "/srv/data"}
-MOUNTED = ("sandbox", {"name": "%box", "template": "base", "volumes": [MOUNT]})
-HOLDING = ("sandbox_snapshot", {"name": "%golden", "sandbox": "%box", "volumes": ["%data"]})
+BOX_WITH_VOLUME = ("sandbox", {"name": "%box", "template": "base", "volumes": [MOUNT]})
+GOLDEN_WITH_VOLUME = ("sandbox_snapshot", {"name": "%golden", "sandbox": "%box", "volumes": ["%data"]})
 WEB = ("sandbox_template", {"name": "%web", "packages": ["curl"]})
-WRITTEN = (("write", "%box"),)
+CHANGED_BOX = (("write", "%box"),)
 
 SANDBOX = (
     Case("sandbox", "state: present", {"name": "%box", "template": "base", "state": "present"}),
@@ -125,19 +127,19 @@ SANDBOX = (
     Case("sandbox", "cpus, memory_mb and disk_mb for a new sandbox, cold_start",
          {"name": "%box", "template": "base", "cpus": 2, "memory_mb": 512, "disk_mb": 4096, "cold_start": True}),
     Case("sandbox", "different memory_mb", {"name": "%box", "template": "base", "memory_mb": 512}, (BOX,),
-         fails="conflict"),
+         error_kind="conflict"),
     Case("sandbox", "different memory_mb, recreate",
          {"name": "%box", "template": "base", "memory_mb": 512, "cold_start": True, "recreate": True}, (BOX,)),
     Case("sandbox", "continue_on_error, one of three refused",
          {"name": ["%a", "%box", "%c"], "template": "base", "cpus": 2, "cold_start": True, "continue_on_error": True},
-         (BOX,), fails="conflict"),
+         (BOX,), error_kind="conflict"),
 )  # fmt: skip
 
 TEMPLATE = (
     Case("sandbox_template", "state: present", {"name": "%web", "state": "present", "packages": ["nginx", "curl"]}),
     Case("sandbox_template", "state: absent", {"name": "%web", "state": "absent"}, (WEB,)),
     Case("sandbox_template", "state: absent, while in use", {"name": "%web", "state": "absent"},
-         (WEB, ("sandbox", {"name": "%box", "template": "%web"})), fails="in_use"),
+         (WEB, ("sandbox", {"name": "%box", "template": "%web"})), error_kind="in_use"),
     Case("sandbox_template", "state: absent, when_unused", {"name": "%web", "state": "absent", "when_unused": True},
          (WEB, ("sandbox", {"name": "%box", "template": "%web"}))),
     Case("sandbox_template", "different recipe",
@@ -152,121 +154,127 @@ TEMPLATE = (
          {"name": "%web", "from": "debootstrap", "suite": "trixie", "mirror": "http://mirror.example/debian"}),
     Case("sandbox_template", "from: rootfs", {"name": "%web", "from": "rootfs", "path": TARBALL}),
     Case("sandbox_template", "from: rootfs, with a missing path",
-         {"name": "%web", "from": "rootfs", "path": "/nowhere/rootfs.tar"}, unforeseen="invalid"),
+         {"name": "%web", "from": "rootfs", "path": "/nowhere/rootfs.tar"}, unpredicted_error="invalid"),
     Case("sandbox_template", "recipe whose build fails", {"name": "%web", "setup": ["fail"]},
-         unforeseen="backend_failed"),
+         unpredicted_error="backend_failed"),
     Case("sandbox_template", "wait_timeout", {"name": "%web", "wait_timeout": 60}),
     Case("sandbox_template", "continue_on_error, one of two refused",
-         {"name": ["%box", "%web"], "continue_on_error": True}, (BOX,), fails="name_taken"),
+         {"name": ["%box", "%web"], "continue_on_error": True}, (BOX,), error_kind="name_taken"),
 )  # fmt: skip
 
 SNAPSHOT = (
     Case("sandbox_snapshot", "state: present", {"name": "%golden", "sandbox": "%box", "state": "present"}, (BOX,)),
     Case("sandbox_snapshot", "state: absent", {"name": "%golden", "state": "absent"}, (BOX, GOLDEN)),
     Case("sandbox_snapshot", "state: absent, while in use", {"name": "%golden", "state": "absent"},
-         (BOX, GOLDEN, THREE), fails="in_use"),
+         (BOX, GOLDEN, THREE_FORKS), error_kind="in_use"),
     Case("sandbox_snapshot", "state: absent, when_unused",
-         {"name": "%golden", "state": "absent", "when_unused": True}, (BOX, GOLDEN, THREE)),
+         {"name": "%golden", "state": "absent", "when_unused": True}, (BOX, GOLDEN, THREE_FORKS)),
     Case("sandbox_snapshot", "several names and sandboxes", {"name": ["%one", "%two"], "sandbox": ["%box", "%b"]},
          (BOX, ("sandbox", {"name": "%b", "template": "base"}))),
     Case("sandbox_snapshot", "description, memory: none",
          {"name": "%golden", "sandbox": "%box", "description": "a fork point", "memory": "none"}, (BOX,)),
     Case("sandbox_snapshot", "different description for an existing snapshot",
-         {"name": "%golden", "sandbox": "%box", "description": "another"}, (BOX, GOLDEN), fails="conflict"),
-    Case("sandbox_snapshot", "volumes", {"name": "%golden", "sandbox": "%box", "volumes": ["%data"]}, (DATA, MOUNTED)),
+         {"name": "%golden", "sandbox": "%box", "description": "another"}, (BOX, GOLDEN), error_kind="conflict"),
+    Case("sandbox_snapshot", "volumes", {"name": "%golden", "sandbox": "%box", "volumes": ["%data"]},
+         (DATA, BOX_WITH_VOLUME)),
     Case("sandbox_snapshot", "expires_in, retention",
          {"name": "%golden", "sandbox": "%box", "expires_in": 86400, "retention": {"keep_last": 3, "max_age": 864000}},
          (BOX,)),
     Case("sandbox_snapshot", "when_changed, for a changed sandbox",
-         {"name": "%new", "sandbox": "%box", "when_changed": True}, (BOX, GOLDEN), WRITTEN),
+         {"name": "%new", "sandbox": "%box", "when_changed": True}, (BOX, GOLDEN), CHANGED_BOX),
     Case("sandbox_snapshot", "when_changed, for an unchanged sandbox",
          {"name": "%new", "sandbox": "%box", "when_changed": True}, (BOX, GOLDEN)),
     Case("sandbox_snapshot", "continue_on_error, one of two refused",
          {"name": ["%one", "%two"], "sandbox": ["%box", "%b"], "continue_on_error": True},
-         (BOX, ("sandbox", {"name": "%b", "template": "base", "state": "paused"})), fails="conflict"),
+         (BOX, ("sandbox", {"name": "%b", "template": "base", "state": "paused"})), error_kind="conflict"),
 )  # fmt: skip
 
 FORK = (
     Case("sandbox_fork", "state: present, count and name_prefix",
          {"snapshot": "%golden", "state": "present", "count": 3, "name_prefix": "%ci"}, (BOX, GOLDEN)),
     Case("sandbox_fork", "state: absent, name_prefix",
-         {"snapshot": "%golden", "state": "absent", "name_prefix": "%ci"}, (BOX, GOLDEN, THREE)),
+         {"snapshot": "%golden", "state": "absent", "name_prefix": "%ci"}, (BOX, GOLDEN, THREE_FORKS)),
     Case("sandbox_fork", "names", {"snapshot": "%golden", "names": ["%red", "%blue"]}, (BOX, GOLDEN)),
     Case("sandbox_fork", "smaller count", {"snapshot": "%golden", "count": 2, "name_prefix": "%ci"},
-         (BOX, GOLDEN, THREE)),
+         (BOX, GOLDEN, THREE_FORKS)),
     Case("sandbox_fork", "larger count", {"snapshot": "%golden", "count": 4, "name_prefix": "%ci"},
-         (BOX, GOLDEN, THREE)),
+         (BOX, GOLDEN, THREE_FORKS)),
     Case("sandbox_fork", "smaller count, exact",
-         {"snapshot": "%golden", "count": 2, "name_prefix": "%ci", "exact": True}, (BOX, GOLDEN, THREE)),
+         {"snapshot": "%golden", "count": 2, "name_prefix": "%ci", "exact": True}, (BOX, GOLDEN, THREE_FORKS)),
     Case("sandbox_fork", "sibling whose machine terminated", {"snapshot": "%golden", "count": 3, "name_prefix": "%ci"},
-         (BOX, GOLDEN, THREE), (("end", "%ci-2"),)),
+         (BOX, GOLDEN, THREE_FORKS), (("end", "%ci-2"),)),
     Case("sandbox_fork", "sandbox (clones)", {"sandbox": "%box", "names": ["%twin"]}, (BOX,)),
     Case("sandbox_fork", "metadata, paused",
          {"snapshot": "%golden", "count": 3, "name_prefix": "%ci", "metadata": {"run": 7}, "paused": True},
-         (BOX, GOLDEN, THREE)),
+         (BOX, GOLDEN, THREE_FORKS)),
     Case("sandbox_fork", "timeout, with one sibling missing",
-         {"snapshot": "%golden", "count": 4, "name_prefix": "%ci", "timeout": 3600}, (BOX, GOLDEN, THREE)),
+         {"snapshot": "%golden", "count": 4, "name_prefix": "%ci", "timeout": 3600}, (BOX, GOLDEN, THREE_FORKS)),
     Case("sandbox_fork", "concurrency, atomic: false",
          {"snapshot": "%golden", "names": ["%a", "%b"], "concurrency": 1, "atomic": False}, (BOX, GOLDEN)),
     Case("sandbox_fork", "cpus and memory_mb, cold_start",
          {"snapshot": "%golden", "names": ["%big"], "cpus": 2, "memory_mb": 512, "cold_start": True}, (BOX, GOLDEN)),
     Case("sandbox_fork", "volumes", {"snapshot": "%golden", "names": ["%reader"],
                                      "volumes": [{**MOUNT, "path": "/srv/ro", "read_only": True}]},
-         (DATA, MOUNTED, HOLDING)),
+         (DATA, BOX_WITH_VOLUME, GOLDEN_WITH_VOLUME)),
     Case("sandbox_fork", "volumes, clone", {"snapshot": "%golden", "names": ["%own"],
-                                            "volumes": [{**MOUNT, "clone": True}]}, (DATA, MOUNTED, HOLDING)),
+                                            "volumes": [{**MOUNT, "clone": True}]},
+         (DATA, BOX_WITH_VOLUME, GOLDEN_WITH_VOLUME)),
     Case("sandbox_fork", "name already taken", {"snapshot": "%golden", "names": ["%box"]}, (BOX, GOLDEN),
-         fails="conflict"),
+         error_kind="conflict"),
     Case("sandbox_fork", "name already taken, recreate",
          {"snapshot": "%golden", "names": ["%box"], "recreate": True}, (BOX, GOLDEN)),
     Case("sandbox_fork", "continue_on_error, one of two refused",
-         {"snapshot": "%golden", "names": ["%a", "%box"], "continue_on_error": True}, (BOX, GOLDEN), fails="conflict"),
+         {"snapshot": "%golden", "names": ["%a", "%box"], "continue_on_error": True}, (BOX, GOLDEN),
+         error_kind="conflict"),
 )  # fmt: skip
 
 VOLUME = (
     Case("sandbox_volume", "state: present", {"name": "%data", "state": "present", "size_mb": 64}),
     Case("sandbox_volume", "state: absent", {"name": "%data", "state": "absent"}, (DATA,)),
-    Case("sandbox_volume", "state: absent, while in use", {"name": "%data", "state": "absent"}, (MONDAY, MOUNTED),
-         fails="in_use"),
+    Case("sandbox_volume", "state: absent, while in use", {"name": "%data", "state": "absent"},
+         (DATA_WITH_SNAPSHOT, BOX_WITH_VOLUME),
+         error_kind="in_use"),
     Case("sandbox_volume", "state: absent, purge, attachments: []",
-         {"name": "%data", "state": "absent", "purge": True, "attachments": []}, (MONDAY, MOUNTED)),
+         {"name": "%data", "state": "absent", "purge": True, "attachments": []}, (DATA_WITH_SNAPSHOT, BOX_WITH_VOLUME)),
     Case("sandbox_volume", "size_mb, larger", {"name": "%data", "size_mb": 128}, (DATA,)),
     Case("sandbox_volume", "size_mb, smaller", {"name": "%data", "size_mb": 64},
-         (("sandbox_volume", {"name": "%data", "size_mb": 128}),), fails="conflict"),
+         (("sandbox_volume", {"name": "%data", "size_mb": 128}),), error_kind="conflict"),
     Case("sandbox_volume", "attachments",
          {"name": "%data", "attachments": [{"sandbox": "%b", "path": "/srv/b", "read_only": True}]},
-         (DATA, MOUNTED, ("sandbox", {"name": "%b", "template": "base"}))),
-    Case("sandbox_volume", "snapshots", {"name": "%data", "snapshots": ["monday", "tuesday"]}, (MONDAY,)),
-    Case("sandbox_volume", "snapshots, purge", {"name": "%data", "snapshots": [], "purge": True}, (MONDAY,)),
+         (DATA, BOX_WITH_VOLUME, ("sandbox", {"name": "%b", "template": "base"}))),
+    Case("sandbox_volume", "snapshots", {"name": "%data", "snapshots": ["monday", "tuesday"]}, (DATA_WITH_SNAPSHOT,)),
+    Case("sandbox_volume", "snapshots, purge", {"name": "%data", "snapshots": [], "purge": True},
+         (DATA_WITH_SNAPSHOT,)),
     Case("sandbox_volume", "snapshots, purge, for the origin of another volume on a jail host",
          {"name": "%data", "snapshots": [], "purge": True},
-         (MONDAY, ("sandbox_volume", {"name": "%copy", "from_snapshot": "%data@monday"})), (("keep", "%data"),),
-         unforeseen="in_use"),
-    Case("sandbox_volume", "from_snapshot", {"name": "%copy", "from_snapshot": "%data@monday"}, (MONDAY,)),
-    Case("sandbox_volume", "rollback_to", {"name": "%data", "rollback_to": "monday"}, (MONDAY,),
-         again="changes since then cannot be detected"),
+         (DATA_WITH_SNAPSHOT, ("sandbox_volume", {"name": "%copy", "from_snapshot": "%data@monday"})), (("keep",
+         "%data"),),
+         unpredicted_error="in_use"),
+    Case("sandbox_volume", "from_snapshot", {"name": "%copy", "from_snapshot": "%data@monday"}, (DATA_WITH_SNAPSHOT,)),
+    Case("sandbox_volume", "rollback_to", {"name": "%data", "rollback_to": "monday"}, (DATA_WITH_SNAPSHOT,),
+         repeated_actions="changes since then cannot be detected"),
     Case("sandbox_volume", "rollback_to, while a sandbox writes", {"name": "%data", "rollback_to": "monday"},
-         (MONDAY, MOUNTED), fails="in_use"),
+         (DATA_WITH_SNAPSHOT, BOX_WITH_VOLUME), error_kind="in_use"),
     Case("sandbox_volume", "rollback_to, while a sandbox writes, force",
-         {"name": "%data", "rollback_to": "monday", "force": True}, (MONDAY, MOUNTED),
-         again="changes since then cannot be detected"),
+         {"name": "%data", "rollback_to": "monday", "force": True}, (DATA_WITH_SNAPSHOT, BOX_WITH_VOLUME),
+         repeated_actions="changes since then cannot be detected"),
     Case("sandbox_volume", "continue_on_error, one of two refused",
          {"name": ["%data", "%new"], "size_mb": 64, "continue_on_error": True},
-         (("sandbox_volume", {"name": "%data", "size_mb": 128}),), fails="conflict"),
+         (("sandbox_volume", {"name": "%data", "size_mb": 128}),), error_kind="conflict"),
 )  # fmt: skip
 
 ROLLBACK = (
     Case("sandbox_rollback", "changed sandbox", {"sandbox": "%box", "snapshot": "%golden"},
-         (BOX, GOLDEN), WRITTEN),
+         (BOX, GOLDEN), CHANGED_BOX),
     Case("sandbox_rollback", "unchanged sandbox", {"sandbox": "%box", "snapshot": "%golden"}, (BOX, GOLDEN)),
     Case("sandbox_rollback", "backup_name",
-         {"sandbox": "%box", "snapshot": "%golden", "backup_name": "%backup"}, (BOX, GOLDEN), WRITTEN),
+         {"sandbox": "%box", "snapshot": "%golden", "backup_name": "%backup"}, (BOX, GOLDEN), CHANGED_BOX),
     Case("sandbox_rollback", "unless_clean: false",
          {"sandbox": "%box", "snapshot": "%golden", "unless_clean": False}, (BOX, GOLDEN),
-         again="intended"),
+         repeated_actions="intended"),
     Case("sandbox_rollback", "continue_on_error, one of two missing",
-         {"sandbox": ["%lost", "%box"], "snapshot": "%golden", "continue_on_error": True}, (BOX, GOLDEN), WRITTEN,
-         fails="not_found"),
+         {"sandbox": ["%lost", "%box"], "snapshot": "%golden", "continue_on_error": True}, (BOX, GOLDEN), CHANGED_BOX,
+         error_kind="not_found"),
 )  # fmt: skip
 
 INFO = (

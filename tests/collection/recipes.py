@@ -1,4 +1,4 @@
-"""Runs the playbooks that docs/recipes.md and docs/awx.md describe, directly or through the plays on those pages."""
+"""Run the playbooks that docs/recipes.md and docs/awx.md describe, directly or by the plays on these pages."""
 
 from __future__ import annotations
 
@@ -21,23 +21,23 @@ SECONDS = 600
 
 
 @dataclass(frozen=True)
-class Played:
+class PlaybookRun:
     output: str
     failed: bool
 
     @property
-    def changed(self) -> int:
-        """The number of tasks that changed something, on all hosts."""
+    def changed_tasks(self) -> int:
+        """The number of changed tasks on all hosts."""
         return sum(map(int, re.findall(r" changed=(\d+) ", self.output)))
 
 
 @cache
 def plays_by_playbook() -> dict[str, dict[str, Any]]:
-    """The plays of the pages by the playbook that they import."""
+    """Return the plays on the pages, keyed by the playbook that they import."""
     text = "".join(page.read_text() for page in PAGES)
     blocks = re.findall(r"^```yaml\n(.*?)^```$", text, re.MULTILINE | re.DOTALL)
-    found = [play for block in blocks for play in yaml.safe_load(block)]
-    return {play["ansible.builtin.import_playbook"]: play for play in found}
+    plays = [play for block in blocks for play in yaml.safe_load(block)]
+    return {play["ansible.builtin.import_playbook"]: play for play in plays}
 
 
 class Player:
@@ -46,24 +46,24 @@ class Player:
     def __init__(self, scratch: Path, url: str = "unix:///nowhere", inventory: str = "localhost,") -> None:
         self.scratch, self.url, self.inventory = scratch, url, inventory
 
-    def page(self, name: str, *options: str, **variables: Any) -> Played:
-        """The page's play with ``grove.sandbox.<name>``; ``variables`` extend or override its own."""
+    def run_page(self, name: str, *options: str, **variables: Any) -> PlaybookRun:
+        """Run the page's play with ``grove.sandbox.<name>``. ``variables`` extend or override its variables."""
         play = plays_by_playbook()[f"grove.sandbox.{name}"]
-        book = self.scratch / f"{name}.yml"
-        book.write_text(json.dumps([{**play, "vars": {**play["vars"], **variables}}]))
-        return self._run(str(book), *options)
+        playbook = self.scratch / f"{name}.yml"
+        playbook.write_text(json.dumps([{**play, "vars": {**play["vars"], **variables}}]))
+        return self._run(str(playbook), *options)
 
-    def run(self, name: str, *options: str, **variables: Any) -> Played:
+    def run(self, name: str, *options: str, **variables: Any) -> PlaybookRun:
         return self._run(f"grove.sandbox.{name}", "-e", json.dumps(variables), *options)
 
-    def _run(self, *words: str) -> Played:
-        return run_playbook(self.scratch, "-i", self.inventory, *words, SANDBOX_GATEWAY_URL=self.url)
+    def _run(self, *arguments: str) -> PlaybookRun:
+        return run_playbook(self.scratch, "-i", self.inventory, *arguments, SANDBOX_GATEWAY_URL=self.url)
 
 
-def run_playbook(scratch: Path, *words: str, **variables: str) -> Played:
-    """``ansible-playbook`` in ``scratch``; ``variables`` override environment variables."""
-    done = subprocess.run(
-        [ansible_playbook(), *words],
+def run_playbook(scratch: Path, *arguments: str, **variables: str) -> PlaybookRun:
+    """Run ``ansible-playbook`` in ``scratch``. ``variables`` are environment variables."""
+    result = subprocess.run(
+        [ansible_playbook(), *arguments],
         env={**environment(scratch), "ANSIBLE_PIPELINING": "1", **variables},
         cwd=scratch,
         stdin=subprocess.DEVNULL,
@@ -72,15 +72,15 @@ def run_playbook(scratch: Path, *words: str, **variables: str) -> Played:
         timeout=SECONDS,
         check=False,
     )
-    return Played(done.stdout + done.stderr, done.returncode != 0)
+    return PlaybookRun(result.stdout + result.stderr, result.returncode != 0)
 
 
-def check_success(played: Played, changed: int | None = None) -> str:
-    assert not played.failed, played.output
+def check_success(run: PlaybookRun, changed: int | None = None) -> str:
+    assert not run.failed, run.output
     if changed is not None:
-        assert played.changed == changed, played.output
-    return played.output
+        assert run.changed_tasks == changed, run.output
+    return run.output
 
 
-def check_refusal(played: Played, sentence: str) -> None:
-    assert played.failed and sentence in " ".join(played.output.split()), played.output
+def check_refusal(run: PlaybookRun, sentence: str) -> None:
+    assert run.failed and sentence in " ".join(run.output.split()), run.output

@@ -1,4 +1,4 @@
-"""Real ``ansible-playbook`` runs and their results."""
+"""Run ``ansible-playbook`` and collect the results of tasks."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ Result = dict[str, Any]
 
 
 def ansible_playbook() -> str:
-    beside = Path(sys.executable).with_name("ansible-playbook")
-    found = str(beside) if beside.exists() else shutil.which("ansible-playbook")
-    assert found, "ansible-playbook is needed: run the tests with ./dev test, which installs it"
-    return found
+    sibling = Path(sys.executable).with_name("ansible-playbook")
+    program = str(sibling) if sibling.exists() else shutil.which("ansible-playbook")
+    assert program, "ansible-playbook is needed: run the tests with ./dev test, which installs it"
+    return program
 
 
 class Target:
-    """A gateway and its clients: playbooks (``play``, ``prove``) and direct requests (``client``)."""
+    """A gateway to test, by playbooks (``play``, ``verify``) or by direct requests (``client``)."""
 
     def __init__(self, url: str, scratch: Path, *, token: str = "", template: str = "", prefix: str = "") -> None:
         self.url = url
@@ -40,7 +40,7 @@ class Target:
         self.output = ""
 
     def name(self, stem: str) -> str:
-        """A name that no other test, and no earlier run against the same gateway, uses."""
+        """Return a name that is unique to this test run."""
         return f"{self.prefix}{stem}"
 
     def play(
@@ -50,7 +50,7 @@ class Target:
         environment: dict[str, str] | None = None,
         keywords: dict[str, Any] | None = None,
     ) -> list[Result]:
-        """The results of ``tasks`` in one play on one host; a failure does not end the play."""
+        """Run ``tasks`` in one play on one host, and return their results. A failure does not end the play."""
         play = {
             "hosts": "all",
             "gather_facts": False,
@@ -58,11 +58,19 @@ class Target:
             "tasks": [{"ignore_errors": True, **task} for task in tasks],
             **(keywords or {}),
         }
-        book, record = self.scratch / "play.yml", self.scratch / "results.jsonl"
-        book.write_text(json.dumps([play]))
+        playbook, record = self.scratch / "play.yml", self.scratch / "results.jsonl"
+        playbook.write_text(json.dumps([play]))
         record.write_text("")
-        run = subprocess.run(
-            [ansible_playbook(), "-i", "target,", "-e", "ansible_python_interpreter=" + sys.executable, *options, book],
+        completed = subprocess.run(
+            [
+                ansible_playbook(),
+                "-i",
+                "target,",
+                "-e",
+                "ansible_python_interpreter=" + sys.executable,
+                *options,
+                playbook,
+            ],
             env={**os.environ, **self._environment(record), **(environment or {})},
             cwd=self.scratch,
             stdin=subprocess.DEVNULL,
@@ -70,7 +78,7 @@ class Target:
             text=True,
             timeout=SECONDS,
         )
-        self.output = run.stdout + run.stderr
+        self.output = completed.stdout + completed.stderr
         results = [json.loads(line) for line in record.read_text().splitlines()]
         assert len(results) == len(tasks), self.output
         return results
@@ -90,50 +98,51 @@ class Target:
             "RECORD_FILE": str(record),
         }
 
-    def verify(self, *tasks: Task, **more: Any) -> list[Result]:
-        """Check that check mode predicts each task's run and that a second run changes nothing. Return the results of
-        the real runs."""
-        thrice = [{**task, **way} for task in tasks for way in ({"check_mode": True}, {}, {})]
-        results = self.play(*thrice, options=("--diff",), **more)
-        real = []
+    def verify(self, *tasks: Task, **options: Any) -> list[Result]:
+        """Check that check mode predicts each task's changes, and that a second run changes nothing.
+
+        Returns the results of the real runs.
+        """
+        tasks_three_times = [{**task, **keywords} for task in tasks for keywords in ({"check_mode": True}, {}, {})]
+        results = self.play(*tasks_three_times, options=("--diff",), **options)
+        actual_results = []
         for number, task in enumerate(tasks):
-            said, done, again = results[3 * number : 3 * number + 3]
-            for result in (said, done, again):
+            predicted, actual, repeated = results[3 * number : 3 * number + 3]
+            for result in (predicted, actual, repeated):
                 assert not result.get("failed"), (task, result.get("msg"), result.get("module_stderr"))
-            check_prediction(said, done)
-            assert done["changed"], task
-            assert not again["changed"], (task, again["outcomes"], again["diff"])
-            assert again["diff"] == {"before": {}, "after": {}}, task
-            real.append(done)
-        return real
+            check_prediction(predicted, actual)
+            assert actual["changed"], task
+            assert not repeated["changed"], (task, repeated["outcomes"], repeated["diff"])
+            assert repeated["diff"] == {"before": {}, "after": {}}, task
+            actual_results.append(actual)
+        return actual_results
 
 
-LISTS = ("sandboxes", "snapshots", "templates", "volumes", "backups")
+RESULT_LISTS = ("sandboxes", "snapshots", "templates", "volumes", "backups")
 
 
-def check_prediction(said: Result, done: Result) -> None:
-    """Check that the prediction matches the run: the same changes and objects, except for values that were not yet
-    known."""
-    assert said["changed"] == done["changed"]
-    assert said["diff"] == done["diff"]
-    assert said["outcomes"] == done["outcomes"]
-    for key in LISTS:
-        assert (key in said) == (key in done)
-        for expected, found in zip(said.get(key, []), done.get(key, []), strict=True):
-            matches(expected, found)
-    for name, view in done["diff"]["after"].items():
-        for key in LISTS:
-            for thing in done.get(key, []):
-                if thing["name"] == name:
-                    matches({word: value for word, value in view.items() if word in thing}, thing)
+def check_prediction(predicted: Result, actual: Result) -> None:
+    """Check that the prediction has the same changes and resources as the run, except for unknown values."""
+    assert predicted["changed"] == actual["changed"]
+    assert predicted["diff"] == actual["diff"]
+    assert predicted["outcomes"] == actual["outcomes"]
+    for key in RESULT_LISTS:
+        assert (key in predicted) == (key in actual)
+        for expected, shape in zip(predicted.get(key, []), actual.get(key, []), strict=True):
+            assert_matches(expected, shape)
+    for name, view in actual["diff"]["after"].items():
+        for key in RESULT_LISTS:
+            for resource in actual.get(key, []):
+                if resource["name"] == name:
+                    assert_matches({field: value for field, value in view.items() if field in resource}, resource)
 
 
-def matches(expected: Any, found: Any) -> None:
-    """``found`` is ``expected``; None stands for an unknown value, and ``expected`` may lack keys of a mapping."""
-    if isinstance(expected, dict) and isinstance(found, dict):
+def assert_matches(expected: Any, actual: Any) -> None:
+    """Check that ``actual`` equals ``expected``, ignoring values that are None and keys that are missing there."""
+    if isinstance(expected, dict) and isinstance(actual, dict):
         for key, value in expected.items():
             if value is not None:
-                assert key in found, (key, found)
-                matches(value, found[key])
+                assert key in actual, (key, actual)
+                assert_matches(value, actual[key])
     else:
-        assert expected == found
+        assert expected == actual

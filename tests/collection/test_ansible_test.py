@@ -22,9 +22,9 @@ _TARGETS = session.REPOSITORY / "tests" / "integration" / "targets"
 
 
 @pytest.fixture(scope="module")
-def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The tracked files in a new repository, at the path where a collection has to be."""
-    place = tmp_path_factory.mktemp("collections") / "ansible_collections" / "grove" / "sandbox"
+def collection(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A new repository with the tracked files, at the path that ansible-test requires of a collection."""
+    collection = tmp_path_factory.mktemp("collections") / "ansible_collections" / "grove" / "sandbox"
     listed = subprocess.run(
         ["git", "-C", str(session.REPOSITORY), "ls-files", "-z", "--cached", "--others", "--exclude-standard"],
         capture_output=True,
@@ -34,16 +34,16 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     )
     for name in filter(None, listed.stdout.split("\0")):
         if (session.REPOSITORY / name).is_file():
-            (place / name).parent.mkdir(parents=True, exist_ok=True)
-            shutil.copy(session.REPOSITORY / name, place / name)
-    subprocess.run(["git", "init", "--quiet", str(place)], check=True, timeout=60)
-    return place
+            (collection / name).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy(session.REPOSITORY / name, collection / name)
+    subprocess.run(["git", "init", "--quiet", str(collection)], check=True, timeout=60)
+    return collection
 
 
 @pytest.fixture
-def gateway(place: Path) -> Iterator[str]:
-    """Configure the targets for the gateway of SANDBOX_GATEWAY_URL, or else for one above a host in memory."""
-    config = place / "tests" / "integration" / "integration_config.yml"
+def gateway(collection: Path) -> Iterator[str]:
+    """Configure the targets for the gateway at SANDBOX_GATEWAY_URL, or else for one backed by an in-memory host."""
+    config = collection / "tests" / "integration" / "integration_config.yml"
     template = os.environ.get("SANDBOX_TEST_TEMPLATE", TEMPLATE)
     if url := os.environ.get("SANDBOX_GATEWAY_URL"):
         token = os.environ.get("SANDBOX_GATEWAY_TOKEN", "")
@@ -55,20 +55,20 @@ def gateway(place: Path) -> Iterator[str]:
         settings = {"gateway_url": faulty.url, "gateway_token": faulty.token, "gateway_template": TEMPLATE}
         config.write_text(json.dumps(settings))
         yield faulty.url
-        left = {kind: faulty.list_names(kind) for kind in ("sandboxes", "snapshots", "templates", "volumes")}
-        wanted = {"sandboxes": [], "snapshots": [], "templates": [TEMPLATE], "volumes": []}
-        assert left == wanted, "the targets remove what they made, captured and built"
+        remaining = {kind: faulty.list_names(kind) for kind in ("sandboxes", "snapshots", "templates", "volumes")}
+        expected = {"sandboxes": [], "snapshots": [], "templates": [TEMPLATE], "volumes": []}
+        assert remaining == expected, "the targets must remove all resources that they create"
 
 
-def test_units(place: Path) -> None:
-    said = _ansible_test(place, "units", "--local", "--python", "3.11", "tests/unit/plugins/")
-    assert " passed" in said
-    assert " skipped" not in said
+def test_unit_tests_pass(collection: Path) -> None:
+    output = _ansible_test(collection, "units", "--local", "--python", "3.11", "tests/unit/plugins/")
+    assert " passed" in output
+    assert " skipped" not in output
 
 
-def test_integration(place: Path, gateway: str) -> None:
-    said = _ansible_test(place, "integration", "--local", "--allow-unsupported", "--color", "no")
-    assert [name for name in _MODULES if f"Running {name} integration test role" not in said] == []
+def test_integration_targets_pass(collection: Path, gateway: str) -> None:
+    output = _ansible_test(collection, "integration", "--local", "--allow-unsupported", "--color", "no")
+    assert [name for name in _MODULES if f"Running {name} integration test role" not in output] == []
 
 
 def test_every_module_has_an_integration_target() -> None:
@@ -77,10 +77,10 @@ def test_every_module_has_an_integration_target() -> None:
         assert (_TARGETS / name / "aliases").read_text().startswith("unsupported #")
 
 
-def _ansible_test(place: Path, *argv: str) -> str:
-    done = subprocess.run(
+def _ansible_test(collection: Path, *argv: str) -> str:
+    result = subprocess.run(
         [str(_BIN / "ansible-test"), *argv],
-        cwd=place,
+        cwd=collection,
         env=environment(session.run_dir()),
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,
@@ -89,5 +89,5 @@ def _ansible_test(place: Path, *argv: str) -> str:
         timeout=900,
         check=False,
     )
-    assert done.returncode == 0, done.stdout[-6000:]
-    return done.stdout
+    assert result.returncode == 0, result.stdout[-6000:]
+    return result.stdout

@@ -1,4 +1,4 @@
-"""The collection as users get it: built, installed into an empty place, and the demo run from there."""
+"""Test the collection as users get it: build and install the artifact, and run the demo from it."""
 
 from __future__ import annotations
 
@@ -22,25 +22,25 @@ _FORKS = [f"fork-{number}" for number in range(1, 5)]
 
 @pytest.fixture(scope="module")
 def artifact(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Built from tracked files only, so that it cannot depend on untracked files of a developer's tree."""
-    place = tmp_path_factory.mktemp("artifact")
-    source = place / "source"
-    listed = _run("git", "-C", session.REPOSITORY, "ls-files", "-z", "--cached", "--others", "--exclude-standard")
-    for name in filter(None, listed.split("\0")):
+    """The artifact, built from tracked files only, so that it cannot depend on a developer's untracked files."""
+    directory = tmp_path_factory.mktemp("artifact")
+    source = directory / "source"
+    file_names = _run("git", "-C", session.REPOSITORY, "ls-files", "-z", "--cached", "--others", "--exclude-standard")
+    for name in filter(None, file_names.split("\0")):
         if (session.REPOSITORY / name).is_file():
             (source / name).parent.mkdir(parents=True, exist_ok=True)
             shutil.copy(session.REPOSITORY / name, source / name)
-    _run(_BIN / "ansible-galaxy", "collection", "build", source, "--output-path", place)
-    (built,) = place.glob("grove-sandbox-*.tar.gz")
-    return built
+    _run(_BIN / "ansible-galaxy", "collection", "build", source, "--output-path", directory)
+    (archive,) = directory.glob("grove-sandbox-*.tar.gz")
+    return archive
 
 
 @pytest.fixture(scope="module")
 def installed(artifact: Path) -> Path:
-    """A collections path that holds only this collection."""
+    """A collections path that contains only this collection."""
     path = artifact.parent / "collections"
     argv = (_BIN / "ansible-galaxy", "collection", "install", artifact, "--offline", "--collections-path", path)
-    _run(*argv, collections=path)  # With the repository's own collection on the path, it installs none.
+    _run(*argv, collections=path)  # With the repository's collection on the path, nothing would be installed.
     return path
 
 
@@ -51,25 +51,25 @@ def test_the_artifact_contains_the_gateway_and_no_development_files(artifact: Pa
     guest = "gateway/src/sandbox_gateway/hosts/kvm_xfs/template/guest"
     assert {f"{guest}/{name}" for name in ("packages.txt", "initramfs-tools/hooks/sandbox", "network.sh")} <= names
     assert {f"gateway/{name}" for name in ("requirements.txt", "requirements-build.txt", "sbom.cdx.json")} <= names
-    workshop = ("tests", "benchmarks", "requirements", "molecule", "dev", ".ci", ".git", ".venv", ".cache")
-    assert not [name for name in names if name.split("/")[0] in workshop or "__pycache__" in name]
+    development_files = ("tests", "benchmarks", "requirements", "molecule", "dev", ".ci", ".git", ".venv", ".cache")
+    assert not [name for name in names if name.split("/")[0] in development_files or "__pycache__" in name]
 
 
 def test_every_plugin_of_the_artifact_is_documented(installed: Path) -> None:
     for kind in ("module", "connection", "inventory"):
-        place = "plugins/modules" if kind == "module" else f"plugins/{kind}"
-        wanted = {f"grove.sandbox.{path.stem}" for path in (session.REPOSITORY / place).glob("[a-z]*.py")}
-        said = _run(_BIN / "ansible-doc", "--list", "--type", kind, "grove.sandbox", collections=installed)
-        assert wanted == set(re.findall(r"^grove\.sandbox\.\w+", said, re.M)), kind
+        directory = "plugins/modules" if kind == "module" else f"plugins/{kind}"
+        expected = {f"grove.sandbox.{path.stem}" for path in (session.REPOSITORY / directory).glob("[a-z]*.py")}
+        output = _run(_BIN / "ansible-doc", "--list", "--type", kind, "grove.sandbox", collections=installed)
+        assert expected == set(re.findall(r"^grove\.sandbox\.\w+", output, re.M)), kind
 
 
 @pytest.fixture
 def demo_state() -> Iterator[Path]:
-    """With the packages that other tests have fetched, since they are the same."""
+    """The demo's directory, with packages that other tests have already downloaded."""
     state = session.run_dir() / "demo"
     (state / "cache").mkdir(parents=True)
-    for fetched in session.cache_dir().glob("rootfs-*.tar"):
-        shutil.copy(fetched, state / "cache")
+    for archive in session.cache_dir().glob("rootfs-*.tar"):
+        shutil.copy(archive, state / "cache")
     yield state
     if state.exists():
         _play("demo_clean", state, session.COLLECTIONS)
@@ -77,12 +77,12 @@ def demo_state() -> Iterator[Path]:
 
 def test_the_installed_demo_is_idempotent(installed: Path, demo_state: Path) -> None:
     _play("demo", demo_state, installed)
-    said = (demo_state / "demo.txt").read_text()
-    rows = [line.split() for line in said.splitlines() if line.split()[:1] and line.split()[0] in ("source", *_FORKS)]
+    output = (demo_state / "demo.txt").read_text()
+    rows = [line.split() for line in output.splitlines() if line.split()[:1] and line.split()[0] in ("source", *_FORKS)]
     assert [row[0] for row in rows] == ["source", *_FORKS]
-    assert len({row[1] for row in rows}) == len(rows), "each is a sandbox of its own"
-    assert len({row[2] for row in rows}) == 1, "all go on from the same count"
-    assert all(row[4:6] == [rows[0][4], "same"] for row in rows), "in the process that was captured"
+    assert len({row[1] for row in rows}) == len(rows), "each row is a different sandbox"
+    assert len({row[2] for row in rows}) == 1, "all forks continue from the same count"
+    assert all(row[4:6] == [rows[0][4], "same"] for row in rows), "all run the captured process"
     for row in rows:
         assert " ".join(row[6:]) == ("source" if row[0] == "source" else f"{row[0]}, source")
     assert _count_changes(_play("demo", demo_state, installed)) == 0
@@ -95,15 +95,15 @@ def _play(playbook: str, state: Path, collections: Path) -> str:
 
 
 def _count_changes(output: str) -> int:
-    found = re.search(r"changed=(\d+) +unreachable=0 +failed=0", output)
-    assert found, output[-2000:]
-    return int(found[1])
+    match = re.search(r"changed=(\d+) +unreachable=0 +failed=0", output)
+    assert match, output[-2000:]
+    return int(match[1])
 
 
 def _run(*argv: str | Path, collections: Path | None = None, seconds: float = 120) -> str:
     variables = environment(session.run_dir())
     if collections is not None:
         variables["ANSIBLE_COLLECTIONS_PATH"] = str(collections)
-    done = subprocess.run(argv, capture_output=True, text=True, timeout=seconds, env=variables, check=False)
-    assert done.returncode == 0, f"{argv}: {(done.stdout + done.stderr)[-4000:]}"
-    return done.stdout
+    result = subprocess.run(argv, capture_output=True, text=True, timeout=seconds, env=variables, check=False)
+    assert result.returncode == 0, f"{argv}: {(result.stdout + result.stderr)[-4000:]}"
+    return result.stdout

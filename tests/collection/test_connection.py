@@ -1,4 +1,4 @@
-"""The connection plugin through a real gateway to real agents, and once to a real machine."""
+"""Test the connection plugin with a real gateway and real agents, and once with a real machine."""
 
 from __future__ import annotations
 
@@ -30,31 +30,31 @@ from tests.collection.runner import Target, ansible_playbook
 from tests.support import session
 from tests.support.gateway import Gateway
 
-MANY = 200 << 20
+LARGE_FILE_BYTES = 200 << 20
 PYTHON = "/usr/bin/python3"
 
 
 @pytest.fixture(scope="module")
 def gateway(tmp_path_factory: pytest.TempPathFactory) -> Iterator[MemoryGateway]:
-    with agents.serve(tmp_path_factory.mktemp("agents")) as made:
-        yield made
+    with agents.serve(tmp_path_factory.mktemp("agents")) as server:
+        yield server
 
 
 @pytest.fixture
 def web(gateway: MemoryGateway) -> Iterator[str]:
     """The id of a running sandbox called web."""
     with gateway.client() as api:
-        made = api.post("/sandboxes", json={"templateID": "base", "name": "web"})
-        assert made.status_code == 201, made.text
-        yield made.json()["sandboxID"]
+        response = api.post("/sandboxes", json={"templateID": "base", "name": "web"})
+        assert response.status_code == 201, response.text
+        yield response.json()["sandboxID"]
         api.delete("/sandboxes/web")
 
 
-def calls(*asked: list[Any], variables: dict[str, Any], **more: Any) -> dict[str, Any]:
-    """The results of the plugin's calls: see connect.py."""
+def calls(*method_calls: list[Any], variables: dict[str, Any], **options: Any) -> dict[str, Any]:
+    """Call methods of the plugin and return the results; see connect.py."""
     run = subprocess.run(
         [sys.executable, "-m", "tests.collection.connect", str(session.COLLECTIONS)],
-        input=json.dumps({"variables": variables, "calls": asked, **more}),
+        input=json.dumps({"variables": variables, "calls": method_calls, **options}),
         capture_output=True,
         text=True,
         timeout=300,
@@ -62,12 +62,12 @@ def calls(*asked: list[Any], variables: dict[str, Any], **more: Any) -> dict[str
         env={**os.environ, "PYTHONPATH": str(session.REPOSITORY), "ANSIBLE_LOCALHOST_WARNING": "0"},
     )
     assert run.returncode == 0, run.stderr
-    answer = json.loads(run.stdout)
-    assert isinstance(answer, dict)
-    return answer
+    response = json.loads(run.stdout)
+    assert isinstance(response, dict)
+    return response
 
 
-def wrong_connections(gateway: MemoryGateway) -> dict[str, dict[str, str]]:
+def connection_variables(gateway: MemoryGateway) -> dict[str, dict[str, str]]:
     return {
         "socket": {"ansible_host": "web", "ansible_sandbox_gateway_url": gateway.unix_url},
         "tcp": {
@@ -88,52 +88,52 @@ def encode(data: bytes) -> str:
     return base64.b64encode(data).decode()
 
 
-@pytest.mark.parametrize("way", ["socket", "tcp"])
-def test_commands(gateway: MemoryGateway, web: str, way: str) -> None:
-    odd = bytes(range(256)) * 8192
-    answer = calls(
+@pytest.mark.parametrize("transport", ["socket", "tcp"])
+def test_commands_return_exit_codes_and_output(gateway: MemoryGateway, web: str, transport: str) -> None:
+    binary_input = bytes(range(256)) * 8192
+    response = calls(
         ["exec_command", "printf 'a\\0b'; printf 'c\\377' >&2; exit 7"],
         ["exec_command", "kill -9 $$"],
         ["exec_command", "read line || echo nothing to read; pwd; id -un"],
-        ["exec_command", "cat", encode(odd)],
-        ["exec_command", "head -c 3", encode(odd)],
-        ["exec_command", "exec <&-; echo done", encode(odd)],
+        ["exec_command", "cat", encode(binary_input)],
+        ["exec_command", "head -c 3", encode(binary_input)],
+        ["exec_command", "exec <&-; echo done", encode(binary_input)],
         ["exec_command", "sleep 60 >/dev/null 2>&1 & echo gone"],
         ["exec_command", f"head -c {20 << 20} /dev/zero"],
         ["exec_command", "exec /nowhere/to/be/found"],
-        variables=wrong_connections(gateway)[way],
+        variables=connection_variables(gateway)[transport],
     )
-    first, killed, user, same, head, closed, background, large, missing = map(check_success, answer["results"])
-    assert first == (7, b"a\0b", b"c\xff")
+    failed, killed, user, same, head, closed, background, large, missing = map(check_success, response["results"])
+    assert failed == (7, b"a\0b", b"c\xff")
     assert killed == (137, b"", b"")
     home = pwd.getpwnam("root").pw_dir
     assert user == (0, f"nothing to read\n{home}\nroot\n".encode(), b"")
-    assert same == (0, odd, b"")
-    assert head == (0, odd[:3], b"")
+    assert same == (0, binary_input, b"")
+    assert head == (0, binary_input[:3], b"")
     assert closed == (0, b"done\n", b"")
     assert background == (0, b"gone\n", b"")
     assert large == (0, bytes(20 << 20), b"")
     assert missing[0] == 127 and b"/nowhere/to/be/found" in missing[2]
 
 
-def test_users(gateway: MemoryGateway, web: str, tmp_path: Path) -> None:
+def test_commands_and_files_use_the_remote_user(gateway: MemoryGateway, web: str, tmp_path: Path) -> None:
     tmp_path.chmod(0o755)
     for above in tmp_path.parents[:3]:
         above.chmod(0o755)
-    folder = tmp_path / "theirs"
-    folder.mkdir(mode=0o777)
-    folder.chmod(0o777)
-    given, group = tmp_path / "given", grp.getgrgid(pwd.getpwnam("nobody").pw_gid).gr_name
-    given.write_text("text")
-    variables = {**wrong_connections(gateway)["socket"], "ansible_user": "nobody"}
-    answer = calls(
+    target = tmp_path / "target"
+    target.mkdir(mode=0o777)
+    target.chmod(0o777)
+    source, group = tmp_path / "source.txt", grp.getgrgid(pwd.getpwnam("nobody").pw_gid).gr_name
+    source.write_text("text")
+    variables = {**connection_variables(gateway)["socket"], "ansible_user": "nobody"}
+    response = calls(
         ["exec_command", "id -un; touch /etc/hostname 2>/dev/null || echo no"],
-        ["put_file", str(given), str(folder / "put")],
+        ["put_file", str(source), str(target / "put")],
         variables=variables,
     )
-    assert check_success(answer["results"][0])[:2] == (0, b"nobody\nno\n")
-    assert "value" in answer["results"][1]
-    assert (folder / "put").owner() == "nobody" and (folder / "put").group() == group
+    assert check_success(response["results"][0])[:2] == (0, b"nobody\nno\n")
+    assert "value" in response["results"][1]
+    assert (target / "put").owner() == "nobody" and (target / "put").group() == group
     (refused,) = calls(["exec_command", "id"], variables={**variables, "ansible_user": "nosuchuser"})["results"]
     assert refused["error"] == "AnsibleConnectionFailure" and "'nosuchuser' does not exist" in refused["message"]
 
@@ -141,41 +141,45 @@ def test_users(gateway: MemoryGateway, web: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "name", ["plain", "a b  c", "qu'o\"te$HOME;`id`", "grün-日本", "per%20cent?x=1&y#z+", "-n\nline"]
 )
-def test_files_with_any_name_and_content(gateway: MemoryGateway, web: str, tmp_path: Path, name: str) -> None:
-    source, inside, back = tmp_path / "source", tmp_path / "in side" / name, tmp_path / "back"
+def test_files_with_any_name_and_content_are_transferred(
+    gateway: MemoryGateway, web: str, tmp_path: Path, name: str
+) -> None:
+    source, inside, downloaded = tmp_path / "source", tmp_path / "in side" / name, tmp_path / "back"
     data = bytes(range(256)) * 300 + os.urandom(4097)
     source.write_bytes(data)
     empty = tmp_path / "empty"
     empty.touch()
-    answer = calls(
+    response = calls(
         ["put_file", str(source), str(inside)],
-        ["fetch_file", str(inside), str(back)],
+        ["fetch_file", str(inside), str(downloaded)],
         ["put_file", str(empty), str(inside)],
         ["exec_command", f"wc -c < {shlex.quote(str(inside))}"],
-        ["fetch_file", str(inside), str(back) + ".2"],
-        variables=wrong_connections(gateway)["tcp"],
+        ["fetch_file", str(inside), str(downloaded) + ".2"],
+        variables=connection_variables(gateway)["tcp"],
     )
-    assert all("value" in result for result in answer["results"]), answer
-    assert back.read_bytes() == data
-    assert check_success(answer["results"][3])[1].strip() == b"0"
+    assert all("value" in result for result in response["results"]), response
+    assert downloaded.read_bytes() == data
+    assert check_success(response["results"][3])[1].strip() == b"0"
     assert (tmp_path / "back.2").read_bytes() == b""
 
 
-@pytest.mark.parametrize("way", ["socket", "tcp"])
-def test_large_files_use_little_memory(gateway: MemoryGateway, web: str, tmp_path: Path, way: str) -> None:
-    source, inside, back = tmp_path / "source", tmp_path / "inside", tmp_path / "back"
+@pytest.mark.parametrize("transport", ["socket", "tcp"])
+def test_large_files_use_little_memory(gateway: MemoryGateway, web: str, tmp_path: Path, transport: str) -> None:
+    source, inside, downloaded = tmp_path / "source", tmp_path / "inside", tmp_path / "back"
     block, digest = os.urandom(1 << 20), hashlib.sha256()
     with source.open("wb") as file:
-        for number in range(MANY >> 20):
-            piece = number.to_bytes(8, "big") + block[8:]
-            file.write(piece)
-            digest.update(piece)
+        for number in range(LARGE_FILE_BYTES >> 20):
+            chunk = number.to_bytes(8, "big") + block[8:]
+            file.write(chunk)
+            digest.update(chunk)
     agent, here = peak_memory(gateway, web), resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    variables = wrong_connections(gateway)[way]
-    answer = calls(["put_file", str(source), str(inside)], ["fetch_file", str(inside), str(back)], variables=variables)
-    assert all("value" in result for result in answer["results"]), answer
-    assert inside.stat().st_size == MANY and sha256(back) == digest.hexdigest()
-    assert answer["growth"] < 16 << 10, "the plugin held the file in memory"
+    variables = connection_variables(gateway)[transport]
+    response = calls(
+        ["put_file", str(source), str(inside)], ["fetch_file", str(inside), str(downloaded)], variables=variables
+    )
+    assert all("value" in result for result in response["results"]), response
+    assert inside.stat().st_size == LARGE_FILE_BYTES and sha256(downloaded) == digest.hexdigest()
+    assert response["growth"] < 16 << 10, "the plugin held the file in memory"
     assert peak_memory(gateway, web) - agent < 16 << 10, "the agent held the file in memory"
     # The gateway runs in this process.
     assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - here < 32 << 10, "the gateway held the file in memory"
@@ -191,22 +195,22 @@ def peak_memory(gateway: MemoryGateway, sandbox: str) -> int:
 def sha256(path: Path) -> str:
     digest = hashlib.sha256()
     with path.open("rb") as file:
-        while piece := file.read(1 << 20):
-            digest.update(piece)
+        while chunk := file.read(1 << 20):
+            digest.update(chunk)
     return digest.hexdigest()
 
 
-def test_impossible_transfers(gateway: MemoryGateway, web: str, tmp_path: Path) -> None:
+def test_failed_transfers_are_reported(gateway: MemoryGateway, web: str, tmp_path: Path) -> None:
     (tmp_path / "there").write_text("x")
-    answer = calls(
+    response = calls(
         ["put_file", str(tmp_path / "missing"), "/tmp/x"],
         ["put_file", str(tmp_path / "there"), str(tmp_path)],
         ["fetch_file", str(tmp_path / "missing"), str(tmp_path / "back")],
         ["fetch_file", str(tmp_path), str(tmp_path / "back")],
         ["exec_command", "echo still here"],
-        variables=wrong_connections(gateway)["tcp"],
+        variables=connection_variables(gateway)["tcp"],
     )
-    missing, folder, nothing, directory, after = answer["results"]
+    missing, folder, nothing, directory, after = response["results"]
     assert missing["error"] == "AnsibleFileNotFound"
     for result in (folder, nothing, directory):
         assert result["error"] == "AnsibleError" and str(tmp_path) in result["message"], result
@@ -215,27 +219,31 @@ def test_impossible_transfers(gateway: MemoryGateway, web: str, tmp_path: Path) 
     assert check_success(after)[1] == b"still here\n"
 
 
-@pytest.mark.parametrize("way", ["socket", "tcp"])
-def test_calls_share_one_connection(gateway: MemoryGateway, web: str, tmp_path: Path, way: str) -> None:
+@pytest.mark.parametrize("transport", ["socket", "tcp"])
+def test_calls_share_one_connection(gateway: MemoryGateway, web: str, tmp_path: Path, transport: str) -> None:
     (tmp_path / "file").write_text("x")
-    asked = [["exec_command", "true"], ["put_file", str(tmp_path / "file"), str(tmp_path / "copy")]] * 10
-    made: list[bool] = []
-    before = H11Protocol.connection_made
+    method_calls = [["exec_command", "true"], ["put_file", str(tmp_path / "file"), str(tmp_path / "copy")]] * 10
+    connections: list[bool] = []
+    original = H11Protocol.connection_made
 
     def connection_made(self: Any, transport: Any) -> None:
-        accepted = transport.get_extra_info("socket")
-        made.append(way == "socket" or bool(accepted.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY)))
-        before(self, transport)
+        server_socket = transport.get_extra_info("socket")
+        connections.append(
+            transport == "socket" or bool(server_socket.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY))
+        )
+        original(self, transport)
 
     with mock.patch.object(H11Protocol, "connection_made", connection_made):
-        answer = calls(*asked, ["reset"], ["exec_command", "true"], variables=wrong_connections(gateway)[way])
-    assert all("value" in result for result in answer["results"]), answer
-    assert len(made) == 2, "one before the reset, one after"
-    assert all(made), "an answer waits for the client's acknowledgement, 40 ms each"
+        response = calls(
+            *method_calls, ["reset"], ["exec_command", "true"], variables=connection_variables(gateway)[transport]
+        )
+    assert all("value" in result for result in response["results"]), response
+    assert len(connections) == 2, "one before the reset, one after"
+    assert all(connections), "without TCP_NODELAY, each response waits 40 ms for an acknowledgement"
 
 
-def test_tls(tmp_path: Path) -> None:
-    certificate, key, sent = tmp_path / "cert.pem", tmp_path / "key.pem", tmp_path / "sent"
+def test_tls_verifies_the_certificate(tmp_path: Path) -> None:
+    certificate, key, source = tmp_path / "cert.pem", tmp_path / "key.pem", tmp_path / "sent"
     subprocess.run(
         [
             *("openssl", "req", "-x509", "-newkey", "rsa:2048", "-nodes", "-days", "1", "-subj", "/CN=localhost"),
@@ -245,36 +253,38 @@ def test_tls(tmp_path: Path) -> None:
         capture_output=True,
         timeout=60,
     )
-    sent.write_bytes(os.urandom(5_000_001))
-    with agents.serve(tmp_path, server={"tls_cert": str(certificate), "tls_key": str(key)}) as made:
-        with made.client() as api:
+    source.write_bytes(os.urandom(5_000_001))
+    with agents.serve(tmp_path, server={"tls_cert": str(certificate), "tls_key": str(key)}) as server:
+        with server.client() as api:
             api.post("/sandboxes", json={"templateID": "base", "name": "web"}).raise_for_status()
-        over = {
+        variables = {
             "ansible_host": "web",
-            "ansible_sandbox_gateway_url": made.url.replace("http", "https", 1),
+            "ansible_sandbox_gateway_url": server.url.replace("http", "https", 1),
             "ansible_sandbox_gateway_token": EXEC_KEY,
         }
-        asked = [
-            ["exec_command", "cat", encode(sent.read_bytes())],
-            ["put_file", str(sent), str(tmp_path / "inside")],
+        method_calls = [
+            ["exec_command", "cat", encode(source.read_bytes())],
+            ["put_file", str(source), str(tmp_path / "inside")],
             ["fetch_file", str(tmp_path / "inside"), str(tmp_path / "back")],
         ]
-        said, *files = calls(*asked, variables={**over, "ansible_sandbox_ca_path": str(certificate)})["results"]
-        assert check_success(said) == (0, sent.read_bytes(), b"")
-        assert files == [{"value": None}] * 2 and (tmp_path / "back").read_bytes() == sent.read_bytes()
-        (unchecked,) = calls(["exec_command", "true"], variables={**over, "ansible_sandbox_validate_certs": False})[
-            "results"
-        ]
+        command_result, *files = calls(
+            *method_calls, variables={**variables, "ansible_sandbox_ca_path": str(certificate)}
+        )["results"]
+        assert check_success(command_result) == (0, source.read_bytes(), b"")
+        assert files == [{"value": None}] * 2 and (tmp_path / "back").read_bytes() == source.read_bytes()
+        (unchecked,) = calls(
+            ["exec_command", "true"], variables={**variables, "ansible_sandbox_validate_certs": False}
+        )["results"]
         assert check_success(unchecked)[0] == 0
-        (refused,) = calls(["exec_command", "true"], variables=over)["results"]
+        (refused,) = calls(["exec_command", "true"], variables=variables)["results"]
         assert refused["error"] == "AnsibleConnectionFailure" and "was not accepted" in refused["message"]
 
 
-def test_users_and_keys(gateway: MemoryGateway, web: str, tmp_path: Path) -> None:
+def test_keys_come_from_variables_files_or_the_inventory(gateway: MemoryGateway, web: str, tmp_path: Path) -> None:
     keys = tmp_path / "key"
     keys.write_text(f"{EXEC_KEY}\n")
     tcp = {"ansible_host": web, "ansible_sandbox_gateway_url": gateway.url}
-    right: list[dict[str, Any]] = [
+    accepted_settings: list[dict[str, Any]] = [
         {"variables": {**tcp, "ansible_sandbox_gateway_token": ADMIN_KEY}},
         {"variables": {**tcp, "ansible_sandbox_gateway_token_file": str(keys)}},
         {"variables": tcp, "remember": {web: {"url": gateway.url, "token": EXEC_KEY}}},
@@ -288,44 +298,46 @@ def test_users_and_keys(gateway: MemoryGateway, web: str, tmp_path: Path) -> Non
             "remember": {web: {"url": gateway.url, "token": READ_KEY}},
         },
     ]
-    for asked in right:
-        assert check_success(calls(["exec_command", "true"], **asked)["results"][0])[0] == 0, asked
+    for method_calls in accepted_settings:
+        assert check_success(calls(["exec_command", "true"], **method_calls)["results"][0])[0] == 0, method_calls
     # An entry of another gateway under the same id does not apply to this one.
     other = {web: {"url": "http://192.0.2.1:1", "token": EXEC_KEY}}
     (result,) = calls(["exec_command", "true"], variables=tcp, remember=other)["results"]
     assert result["error"] == "AnsibleConnectionFailure" and "does not accept" in result["message"]
-    for key, says in ((READ_KEY, "has scope read"), ("x" * 20, "does not accept the key"), ("", "does not accept")):
+    for key, message in ((READ_KEY, "has scope read"), ("x" * 20, "does not accept the key"), ("", "does not accept")):
         (result,) = calls(["exec_command", "true"], variables={**tcp, "ansible_sandbox_gateway_token": key})["results"]
-        assert result["error"] == "AnsibleConnectionFailure" and says in result["message"]
+        assert result["error"] == "AnsibleConnectionFailure" and message in result["message"]
         assert not key or key not in result["message"]
 
 
-def test_unreachable_sandboxes(gateway: MemoryGateway, web: str, tmp_path: Path) -> None:
+def test_unreachable_sandboxes_are_reported(gateway: MemoryGateway, web: str, tmp_path: Path) -> None:
     (tmp_path / "file").write_bytes(bytes(3 << 20))
-    over = wrong_connections(gateway)["socket"]
-    asked = [["exec_command", "true"], ["put_file", str(tmp_path / "file"), "/tmp/x"]]
-    asked.append(["fetch_file", "/etc/hostname", str(tmp_path / "back")])
+    variables = connection_variables(gateway)["socket"]
+    method_calls = [["exec_command", "true"], ["put_file", str(tmp_path / "file"), "/tmp/x"]]
+    method_calls.append(["fetch_file", "/etc/hostname", str(tmp_path / "back")])
     with gateway.client() as api:
         api.post("/sandboxes/web/pause").raise_for_status()
-    for result in calls(*asked, variables=over)["results"]:
+    for result in calls(*method_calls, variables=variables)["results"]:
         assert result["error"] == "AnsibleConnectionFailure" and "is paused" in result["message"], result
-    for result in calls(*asked, variables={**over, "ansible_host": "0" * 12})["results"]:
+    for result in calls(*method_calls, variables={**variables, "ansible_host": "0" * 12})["results"]:
         assert result["error"] == "AnsibleConnectionFailure" and "not found" in result["message"], result
-    for url, says in (
-        (f"unix://{tmp_path}/none.sock", "is sandbox-gateway started"),
+    for url, message in (
+        (f"unix://{tmp_path}/none.sock", "check that sandbox-gateway is running"),
         ("http://127.0.0.1:9", "nothing listens"),
-        ("ftp://x", "is not an address of a gateway"),
+        ("ftp://x", "is not the address of a gateway"),
     ):
-        (result,) = calls(asked[0], variables={**over, "ansible_sandbox_gateway_url": url})["results"]
-        assert result["error"] == "AnsibleConnectionFailure" and says in result["message"], result
+        (result,) = calls(method_calls[0], variables={**variables, "ansible_sandbox_gateway_url": url})["results"]
+        assert result["error"] == "AnsibleConnectionFailure" and message in result["message"], result
 
 
 @pytest.mark.parametrize("verb", ["pause", "rollback", "kill"])
-def test_a_machine_that_ends_during_a_command(gateway: MemoryGateway, web: str, tmp_path: Path, verb: str) -> None:
-    begun = tmp_path / "begun"
+def test_a_machine_that_stops_during_a_command_is_unreachable(
+    gateway: MemoryGateway, web: str, tmp_path: Path, verb: str
+) -> None:
+    start_marker = tmp_path / "begun"
 
     def end() -> None:
-        while not begun.exists():
+        while not start_marker.exists():
             time.sleep(0.02)
         with gateway.client() as api:
             if verb == "kill":
@@ -342,9 +354,9 @@ def test_a_machine_that_ends_during_a_command(gateway: MemoryGateway, web: str, 
     other.start()
     started = time.monotonic()
     first, second = calls(
-        ["exec_command", f"touch {begun}; sleep 60"],
+        ["exec_command", f"touch {start_marker}; sleep 60"],
         ["exec_command", "echo again"],
-        variables=wrong_connections(gateway)["tcp"],
+        variables=connection_variables(gateway)["tcp"],
     )["results"]
     other.join()
     assert time.monotonic() - started < 30
@@ -361,14 +373,14 @@ def test_a_machine_that_ends_during_a_command(gateway: MemoryGateway, web: str, 
 def test_a_silent_gateway_times_out(gateway: MemoryGateway, web: str) -> None:
     machine = gateway.machine(web)
     assert isinstance(machine, agents.AgentMachine)
-    variables = {**wrong_connections(gateway)["socket"], "ansible_sandbox_gateway_timeout": 2}
-    asked = [
+    variables = {**connection_variables(gateway)["socket"], "ansible_sandbox_gateway_timeout": 2}
+    method_calls = [
         ["exec_command", "sleep 5; echo done"],
-        ["exec_command", "sleep 5; cat | wc -c", encode(bytes(MANY >> 8))],
+        ["exec_command", "sleep 5; cat | wc -c", encode(bytes(LARGE_FILE_BYTES >> 8))],
     ]
-    long, fed = calls(*asked, variables=variables)["results"]
-    assert check_success(long)[1] == b"done\n", "a command may take longer, as long as its agent lives"
-    assert int(check_success(fed)[1]) == MANY >> 8, "and take its time to read"
+    slow_command, slow_reader = calls(*method_calls, variables=variables)["results"]
+    assert check_success(slow_command)[1] == b"done\n", "a command can run for longer while the agent sends heartbeats"
+    assert int(check_success(slow_reader)[1]) == LARGE_FILE_BYTES >> 8, "a command can delay reading its input"
     os.kill(machine.pid, signal.SIGSTOP)
     try:
         (result,) = calls(["exec_command", "true"], variables=variables)["results"]
@@ -378,7 +390,7 @@ def test_a_silent_gateway_times_out(gateway: MemoryGateway, web: str) -> None:
 
 
 FAKE_SUDO = """#!/bin/sh
-# Reads a byte at a time, as sudo does: what follows the line is for the command.
+# Reads one byte at a time, as sudo does, because the input after the line is for the command.
 prompt=password:
 while [ "${1#-}" != "$1" ]; do
     case $1 in -p) prompt=$2; shift 2 ;; -u) shift 2 ;; -n) silent=1; shift ;; *) shift ;; esac
@@ -395,36 +407,36 @@ exit 1
 """
 
 
-def test_become_with_a_password(gateway: MemoryGateway, web: str, tmp_path: Path) -> None:
+def test_become_sends_the_password(gateway: MemoryGateway, web: str, tmp_path: Path) -> None:
     sudo = tmp_path / "sudo"
     sudo.write_text(FAKE_SUDO)
     sudo.chmod(0o755)
-    variables = {**wrong_connections(gateway)["socket"], "ansible_user": "root"}
+    variables = {**connection_variables(gateway)["socket"], "ansible_user": "root"}
     become = {"method": "sudo", "become_exe": str(sudo), "become_user": "nobody", "become_pass": 'right "one"'}
-    asked = ["become", "echo out; echo err >&2; exit 5"]
-    code, out, err = check_success(calls(asked, variables=variables, become=dict(become))["results"][0])
+    method_calls = ["become", "echo out; echo err >&2; exit 5"]
+    code, out, err = check_success(calls(method_calls, variables=variables, become=dict(become))["results"][0])
     assert code == 5 and out.endswith(b"out\n") and out.startswith(b"BECOME-SUCCESS") and err == b"err\n"
     started = time.monotonic()
-    (wrong,) = calls(asked, variables=variables, become={**become, "become_pass": "wrong"})["results"]
+    (wrong,) = calls(method_calls, variables=variables, become={**become, "become_pass": "wrong"})["results"]
     assert wrong["error"] == "AnsibleError" and "the password was not accepted" in wrong["message"]
     assert "wrong" not in wrong["message"] and time.monotonic() - started < 30
     del become["become_pass"]
-    (none,) = calls(asked, variables=variables, become=become)["results"]
-    assert none["error"] == "AnsibleError" and "wants a password" in none["message"]
+    (missing,) = calls(method_calls, variables=variables, become=become)["results"]
+    assert missing["error"] == "AnsibleError" and "requires a password" in missing["message"]
 
 
 # --- plays -----------------------------------------------------------------------------------------------------------
 
 
 def play(gateway: MemoryGateway, scratch: Path, *tasks: dict[str, Any], **variables: Any) -> list[dict[str, Any]]:
-    """Results of tasks that run in the sandbox web."""
+    """Run tasks in the sandbox web and return their results."""
     target = Target(gateway.unix_url, scratch)
     extra = {"ansible_connection": "grove.sandbox.sandbox", "ansible_host": "web", "ansible_remote_tmp": str(scratch)}
     extra |= {"ansible_sandbox_gateway_url": gateway.unix_url, "ansible_python_interpreter": PYTHON, **variables}
     return target.play(*tasks, options=("-e", json.dumps(extra)))
 
 
-def test_a_play(gateway: MemoryGateway, web: str, tmp_path: Path) -> None:
+def test_common_modules_work_in_a_play(gateway: MemoryGateway, web: str, tmp_path: Path) -> None:
     tree = tmp_path / "tree"
     for name in ("a", "b c", "ü"):
         (tree / "deep").mkdir(parents=True, exist_ok=True)
@@ -451,8 +463,8 @@ def test_a_play(gateway: MemoryGateway, web: str, tmp_path: Path) -> None:
     assert raw["rc"] == 3 and raw["stdout"] == "raw\n"
     assert later["rc"] == 0 and su["stdout"] == "nobody\n"
     assert not waited.get("failed")
-    without = play(gateway, tmp_path, {"ansible.builtin.ping": None}, ansible_pipelining=False)
-    assert without[0]["ping"] == "pong"
+    without_pipelining = play(gateway, tmp_path, {"ansible.builtin.ping": None}, ansible_pipelining=False)
+    assert without_pipelining[0]["ping"] == "pong"
 
 
 def test_each_loop_item_has_its_own_user(gateway: MemoryGateway, web: str, tmp_path: Path) -> None:
@@ -474,8 +486,7 @@ def test_a_paused_sandbox_is_reported_as_unreachable(gateway: MemoryGateway, web
 
 
 def test_a_play_in_a_fork_of_a_real_machine(shared_gateway: Gateway, template: str, tmp_path: Path) -> None:
-    """Inventory and connection together, on a virtual machine that was forked while it ran. Uses several users and
-    su."""
+    """Uses the inventory and the connection on a virtual machine that was forked while it ran, as several users."""
     api = shared_gateway
     source = api.call("POST", "/sandboxes", {"templateID": template, "name": "plugins"})["sandboxID"]
     try:
@@ -488,12 +499,12 @@ def test_a_play_in_a_fork_of_a_real_machine(shared_gateway: Gateway, template: s
             "filters": {"name": "plugins-*"},
             "strict": True,
         }
-        hosts, book, sent = tmp_path / "sandboxes.yml", tmp_path / "book.yml", tmp_path / "sent"
-        hosts.write_text(json.dumps(content))
-        sent.write_bytes(os.urandom(3 << 20))
-        book.write_text(json.dumps([_run_play_in_fork(tmp_path)]))
+        inventory, playbook, source_file = tmp_path / "sandboxes.yml", tmp_path / "book.yml", tmp_path / "sent"
+        inventory.write_text(json.dumps(content))
+        source_file.write_bytes(os.urandom(3 << 20))
+        playbook.write_text(json.dumps([_run_play_in_fork(tmp_path)]))
         run = subprocess.run(
-            [ansible_playbook(), "-i", str(hosts), str(book)],
+            [ansible_playbook(), "-i", str(inventory), str(playbook)],
             env={
                 **os.environ,
                 "ANSIBLE_COLLECTIONS_PATH": str(session.COLLECTIONS),
@@ -507,8 +518,8 @@ def test_a_play_in_a_fork_of_a_real_machine(shared_gateway: Gateway, template: s
         assert run.returncode == 0, run.stdout + run.stderr
         assert "ok=6" in run.stdout, run.stdout + run.stderr
         assert (tmp_path / "said").read_text() == "plugins-fork app\n"
-        assert (tmp_path / "back").read_bytes() == sent.read_bytes()
-        assert api.sh(source, "ls -A /home/app | grep -v '^[.]'") == "mark\n", "the source has none of it"
+        assert (tmp_path / "back").read_bytes() == source_file.read_bytes()
+        assert api.sh(source, "ls -A /home/app | grep -v '^[.]'") == "mark\n", "the source is unchanged"
     finally:
         for name in ("plugins-fork", "plugins"):
             api.client.delete(f"/sandboxes/{name}")
@@ -516,7 +527,7 @@ def test_a_play_in_a_fork_of_a_real_machine(shared_gateway: Gateway, template: s
 
 
 def _run_play_in_fork(scratch: Path) -> dict[str, Any]:
-    """Few modules, because they are slow in an emulated machine."""
+    """Return a play with few modules, because they are slow in an emulated machine."""
     return {
         "hosts": "head_plugins_golden:&metadata_role_a_b",
         "gather_facts": False,

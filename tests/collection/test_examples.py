@@ -1,4 +1,4 @@
-"""Run the examples of the modules' documentation unchanged, one after another."""
+"""Run the unchanged examples in the modules' documentation, in order."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tests.support.session import REPOSITORY
 
 MODULES = sorted((REPOSITORY / "plugins" / "modules").glob("*.py"))
 IMAGE = "/srv/images/base.tar.zst"
-BEFORE: dict[str, list[Task]] = {
+SETUP_TASKS: dict[str, list[Task]] = {
     "sandbox": [{"grove.sandbox.sandbox_volume": {"name": "data"}}],
     "sandbox_snapshot": [
         {"grove.sandbox.sandbox_volume": {"name": "data"}},
@@ -51,21 +51,21 @@ BEFORE: dict[str, list[Task]] = {
 def examples(module: Path) -> list[Task]:
     for node in ast.parse(module.read_text()).body:
         if isinstance(node, ast.Assign) and getattr(node.targets[0], "id", "") == "EXAMPLES":
-            found: Any = yaml.safe_load(ast.literal_eval(node.value))
-            assert isinstance(found, list)
-            return found
+            tasks: Any = yaml.safe_load(ast.literal_eval(node.value))
+            assert isinstance(tasks, list)
+            return tasks
     raise AssertionError(f"{module.name} has no examples")
 
 
 @pytest.mark.parametrize("module", MODULES, ids=lambda module: module.stem)
-def test_examples_run_and_change_something(in_memory: Target, tmp_path: Path, module: Path) -> None:
-    before = BEFORE.get(module.stem, [])
+def test_examples_succeed_and_change_something(in_memory: Target, tmp_path: Path, module: Path) -> None:
+    setup_tasks = SETUP_TASKS.get(module.stem, [])
     image = tmp_path / "base.tar.zst"
     image.touch()
-    # The gateway reads the image of a template, to see whether it changed.
+    # The gateway reads the image of a template to detect changes.
     tasks = json.loads(json.dumps(examples(module)).replace(IMAGE, str(image)))
-    results = in_memory.play(*before, *tasks)
+    results = in_memory.play(*setup_tasks, *tasks)
     for result in results:
         assert not result.get("failed"), result["msg"]
-    lists = module.stem.endswith("_info")
-    assert all(result["changed"] != lists for result in results[len(before) :]), results
+    is_info_module = module.stem.endswith("_info")
+    assert all(result["changed"] != is_info_module for result in results[len(setup_tasks) :]), results

@@ -1,4 +1,4 @@
-"""Failures have a message and a code, and do not change more than they should."""
+"""Test that failures have a message and a kind, and have no unwanted effects."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import pytest
 from tests.collection.runner import Target, Task
 from tests.support.faulty_gateway import TEMPLATE, FaultyGateway
 
-KEY = "a-key-nobody-should-see"
+KEY = "a-key-that-must-stay-secret"
 
 
 def fork(**options: Any) -> Task:
@@ -21,52 +21,52 @@ def sandbox(**options: Any) -> Task:
     return {"grove.sandbox.sandbox": options}
 
 
-def check_failed(result: dict[str, Any], kind: str, *words: str) -> None:
+def check_failed(result: dict[str, Any], kind: str, *texts: str) -> None:
     assert result["failed"], result
     assert result["failure"]["kind"] == kind, result
     assert result["failure"]["message"] == result["msg"]
-    for word in words:
-        assert word in result["msg"]
+    for text in texts:
+        assert text in result["msg"]
 
 
-def test_no_gateway_wrong_key_wrong_service_or_old_gateway(tmp_path: Path, faulty: FaultyGateway, way: Any) -> None:
-    there = Target(f"unix://{tmp_path}/gateway.sock", tmp_path)
-    down, port, odd = there.play(
+def test_unusable_gateways_are_reported(tmp_path: Path, faulty: FaultyGateway, keywords: Any) -> None:
+    target = Target(f"unix://{tmp_path}/gateway.sock", tmp_path)
+    missing_socket, closed_port, wrong_scheme = target.play(
         sandbox(name="box", template="base"),
         sandbox(name="box", template="base", gateway_url="http://127.0.0.1:9"),
         sandbox(name="box", template="base", gateway_url="ftp://127.0.0.1"),
-        keywords=way,
+        keywords=keywords,
     )
-    check_failed(down, "unreachable", "gateway.sock", "sandbox-gateway started")
-    check_failed(port, "unreachable", "http://127.0.0.1:9", "nothing listens")
-    check_failed(odd, "invalid", "gateway_url", "unix:///path/to/gateway.sock")
+    check_failed(missing_socket, "unreachable", "gateway.sock", "check that sandbox-gateway is running")
+    check_failed(closed_port, "unreachable", "http://127.0.0.1:9", "nothing listens")
+    check_failed(wrong_scheme, "invalid", "gateway_url", "unix:///path/to/gateway.sock")
     faulty.token = KEY
-    wrong, listed = Target(faulty.url, tmp_path, token="another-key-altogether").play(
-        sandbox(name="box", template="base"), {"grove.sandbox.sandbox_info": {}}, keywords=way
+    wrong, listed = Target(faulty.url, tmp_path, token="an-unknown-key").play(
+        sandbox(name="box", template="base"), {"grove.sandbox.sandbox_info": {}}, keywords=keywords
     )
     for result in (wrong, listed):
         check_failed(result, "unauthorized", faulty.url, "gateway_token")
         assert result["failure"]["status"] == 401
     faulty.token, faulty.version = "", "0.0.9"
-    said, old = Target(faulty.url, tmp_path).play(
+    predicted, old = Target(faulty.url, tmp_path).play(
         {**sandbox(name="box", template="base"), "check_mode": True},
         sandbox(name="box", template="base"),
-        keywords=way,
+        keywords=keywords,
     )
-    check_failed(said, "too_old", "0.0.9", "0.1.0 or newer")
+    check_failed(predicted, "too_old", "0.0.9", "0.1.0 or newer")
     check_failed(old, "too_old", "0.0.9", "0.1.0 or newer", "role grove.sandbox.gateway")
     assert not old["changed"] and not faulty.list_objects("sandboxes")
 
 
-def test_over_a_unix_socket(tmp_path: Path, faulty: FaultyGateway, way: Any) -> None:
+def test_modules_use_a_unix_socket(tmp_path: Path, faulty: FaultyGateway, keywords: Any) -> None:
     socket = tmp_path / "gateway.sock"
     with faulty.listening(socket) as url:
-        (made,) = Target(url, tmp_path).verify(sandbox(name="box", template="base"), keywords=way)
-    assert made["sandbox"]["name"] == "box"
+        (created,) = Target(url, tmp_path).verify(sandbox(name="box", template="base"), keywords=keywords)
+    assert created["sandbox"]["name"] == "box"
 
 
-def test_invalid_options(in_memory: Target, faulty: FaultyGateway, way: Any) -> None:
-    count, name, twice, size, life, both, nothing, unknown, word = in_memory.play(
+def test_invalid_options_are_refused(in_memory: Target, faulty: FaultyGateway, keywords: Any) -> None:
+    count, name, twice, size, life, both, nothing, unknown, wrong_type = in_memory.play(
         fork(count=-1, name_prefix="ci"),
         sandbox(name="n" * 10_000, template=TEMPLATE),
         sandbox(name=["a", "a"], template=TEMPLATE),
@@ -76,7 +76,7 @@ def test_invalid_options(in_memory: Target, faulty: FaultyGateway, way: Any) -> 
         sandbox(name="box"),
         sandbox(name="box", template=TEMPLATE, colour="red"),
         sandbox(name="box", template=TEMPLATE, cpus="many"),
-        keywords=way,
+        keywords=keywords,
     )
     check_failed(count, "invalid", "count must be at least 0, not -1")
     check_failed(name, "invalid", "1 to 64 letters")
@@ -87,58 +87,63 @@ def test_invalid_options(in_memory: Target, faulty: FaultyGateway, way: Any) -> 
     check_failed(both, "invalid", "mutually exclusive")
     check_failed(nothing, "not_found", "'template' or 'snapshot'")
     check_failed(unknown, "invalid", "Unsupported parameters for (grove.sandbox.sandbox) module: colour", "cold_start")
-    check_failed(word, "invalid", "cpus", "many")
+    check_failed(wrong_type, "invalid", "cpus", "many")
     assert not faulty.list_objects("sandboxes")
 
 
-def test_unknown_sources(in_memory: Target) -> None:
-    template, snapshot, lost = in_memory.play(
+def test_unknown_sources_are_reported(in_memory: Target) -> None:
+    template, snapshot, sandbox_result = in_memory.play(
         sandbox(name="box", template="none-such"),
         sandbox(name="box", snapshot="none-such"),
         {"grove.sandbox.sandbox_rollback": {"sandbox": "none-such", "snapshot": TEMPLATE}},
     )
     check_failed(template, "not_found", "template 'none-such' not found")
     check_failed(snapshot, "not_found", "snapshot 'none-such' not found")
-    check_failed(lost, "not_found", "sandbox 'none-such' not found")
+    check_failed(sandbox_result, "not_found", "sandbox 'none-such' not found")
 
 
-def test_a_name_used_by_another_kind_of_object(in_memory: Target, faulty: FaultyGateway) -> None:
-    said, done, capture = in_memory.play(
+def test_names_of_other_kinds_of_resources_are_refused(in_memory: Target, faulty: FaultyGateway) -> None:
+    predicted, actual, capture = in_memory.play(
         {**sandbox(name=TEMPLATE, template=TEMPLATE), "check_mode": True},
         sandbox(name=TEMPLATE, template=TEMPLATE),
         {"grove.sandbox.sandbox_template": {"name": "other"}},
     )
-    check_failed(said, "name_taken", "taken by a template")
-    assert said["msg"] == done["msg"]
+    check_failed(predicted, "name_taken", "taken by a template")
+    assert predicted["msg"] == actual["msg"]
     assert capture["changed"]
     assert not faulty.list_objects("sandboxes")
 
 
-def test_a_failed_fork_removes_all_unless_atomic_is_false(in_memory: Target, faulty: FaultyGateway) -> None:
+def test_a_failed_fork_removes_all_forks_unless_atomic_is_false(in_memory: Target, faulty: FaultyGateway) -> None:
     faulty.failing = {"ci-3"}
-    none, some = in_memory.play(
+    atomic_result, partial_result = in_memory.play(
         fork(count=5, name_prefix="ci"),
         fork(count=5, name_prefix="ci", atomic=False),
     )
-    check_failed(none, "backend_failed", "'ci-3' did not answer")
-    assert not none["changed"] and none["sandboxes"] == []
-    check_failed(some, "backend_failed", "'ci-3' did not answer")
-    assert some["changed"] and [box["name"] for box in some["sandboxes"]] == ["ci-1", "ci-2", "ci-4", "ci-5"]
-    assert [outcome["name"] for outcome in some["outcomes"] if outcome["failed"]] == ["ci-3"]
+    check_failed(atomic_result, "backend_failed", "'ci-3' did not answer")
+    assert not atomic_result["changed"] and atomic_result["sandboxes"] == []
+    check_failed(partial_result, "backend_failed", "'ci-3' did not answer")
+    assert partial_result["changed"] and [box["name"] for box in partial_result["sandboxes"]] == [
+        "ci-1",
+        "ci-2",
+        "ci-4",
+        "ci-5",
+    ]
+    assert [outcome["name"] for outcome in partial_result["outcomes"] if outcome["failed"]] == ["ci-3"]
     faulty.failing = set()
-    (mended,) = in_memory.verify(fork(count=5, name_prefix="ci"))
-    assert [outcome["name"] for outcome in mended["outcomes"] if outcome["changed"]] == ["ci-3"]
+    (completed,) = in_memory.verify(fork(count=5, name_prefix="ci"))
+    assert [outcome["name"] for outcome in completed["outcomes"] if outcome["changed"]] == ["ci-3"]
 
 
-def test_one_refusal_stops_all_unless_errors_are_ignored(in_memory: Target, faulty: FaultyGateway) -> None:
+def test_one_refusal_stops_the_task_unless_continue_on_error_is_set(in_memory: Target, faulty: FaultyGateway) -> None:
     in_memory.play(sandbox(name="b", template=TEMPLATE))
-    wanted = {"name": ["a", "b", "c"], "template": TEMPLATE, "cpus": 4, "cold_start": True}
-    stopped, went_on = in_memory.play(sandbox(**wanted), sandbox(**wanted, continue_on_error=True))
+    options = {"name": ["a", "b", "c"], "template": TEMPLATE, "cpus": 4, "cold_start": True}
+    stopped, continued = in_memory.play(sandbox(**options), sandbox(**options, continue_on_error=True))
     check_failed(stopped, "conflict", "'b' has cpus 1, not 4")
     assert not stopped["changed"] and stopped["sandboxes"][0]["name"] == "b"
-    check_failed(went_on, "conflict", "'b' has cpus 1, not 4")
-    assert went_on["changed"] and [box["name"] for box in went_on["sandboxes"]] == ["a", "b", "c"]
-    assert [(each["name"], each["changed"], each["failed"]) for each in went_on["outcomes"]] == [
+    check_failed(continued, "conflict", "'b' has cpus 1, not 4")
+    assert continued["changed"] and [box["name"] for box in continued["sandboxes"]] == ["a", "b", "c"]
+    assert [(each["name"], each["changed"], each["failed"]) for each in continued["outcomes"]] == [
         ("a", True, False),
         ("b", False, True),
         ("c", True, False),
@@ -151,8 +156,8 @@ def test_dead_siblings_are_replaced_and_foreign_ones_refused(in_memory: Target, 
     )
     (dead,) = (box["sandboxID"] for box in faulty.list_objects("sandboxes") if box["name"] == "ci-1")
     faulty.end_machine("ci-1")
-    (alive,) = in_memory.verify(fork(count=2, name_prefix="ci"))
-    assert alive["sandboxes"][0]["id"] != dead
+    (replaced_task,) = in_memory.verify(fork(count=2, name_prefix="ci"))
+    assert replaced_task["sandboxes"][0]["id"] != dead
     assert dead not in [box["sandboxID"] for box in faulty.list_objects("sandboxes")]
     task = {"grove.sandbox.sandbox_fork": {"snapshot": "s", "names": ["ci-1", "x"]}}
     (foreign,) = in_memory.play(task)
@@ -176,7 +181,7 @@ def test_a_failed_replacement_keeps_the_old_sandbox(in_memory: Target, faulty: F
 
 
 def create_box(gateway: FaultyGateway, *, snapshot: bool = True) -> None:
-    """A sandbox `box` and a snapshot `s` of it."""
+    """Create a sandbox `box` and, optionally, a snapshot `s` of it."""
     gateway.request("POST", "/sandboxes", {"templateID": TEMPLATE, "name": "box"})
     if snapshot:
         gateway.request("POST", "/sandboxes/box/snapshots", {"name": "s"})
@@ -193,29 +198,31 @@ def create_box(gateway: FaultyGateway, *, snapshot: bool = True) -> None:
     ],
     ids=["fork", "replace", "create", "roll back", "roll back with a backup"],
 )
-def test_a_snapshot_removed_between_plan_and_apply(
-    in_memory: Target, faulty: FaultyGateway, task: Task, way: Any
+def test_a_snapshot_removed_after_planning_is_reported(
+    in_memory: Target, faulty: FaultyGateway, task: Task, keywords: Any
 ) -> None:
     create_box(faulty)
     faulty.vanish = {snapshot["snapshotID"] for snapshot in faulty.list_objects("snapshots")}
     faulty.write("box")
     before = faulty.list_objects("sandboxes")
-    (lost,) = in_memory.play(task, keywords=way)
-    check_failed(lost, "not_found", "snapshot 's' was there when this task began", "make it again, or name another")
-    # A deleted snapshot leaves its place as head to its parent.
+    (result,) = in_memory.play(task, keywords=keywords)
+    check_failed(
+        result, "not_found", "snapshot 's' existed when this task began", "create it again, or use another snapshot"
+    )
+    # When a snapshot is deleted, its parent becomes the head.
     (template,) = (each["templateID"] for each in faulty.list_objects("templates"))
-    assert not lost["changed"] and faulty.list_objects("sandboxes") == [
+    assert not result["changed"] and faulty.list_objects("sandboxes") == [
         {**each, "snapshotID": template} for each in before
     ]
     assert faulty.list_names("snapshots") == [] and faulty.list_names("templates") == [TEMPLATE]
 
 
-def test_a_sandbox_removed_between_plan_and_apply(in_memory: Target, faulty: FaultyGateway) -> None:
+def test_a_sandbox_removed_after_planning_is_reported(in_memory: Target, faulty: FaultyGateway) -> None:
     create_box(faulty, snapshot=False)
     faulty.vanish = {box["sandboxID"] for box in faulty.list_objects("sandboxes")}
-    (lost,) = in_memory.play({"grove.sandbox.sandbox_snapshot": {"name": "s", "sandbox": "box"}})
-    check_failed(lost, "not_found", "sandbox 'box' was there when this task began")
-    assert not lost["changed"]
+    (result,) = in_memory.play({"grove.sandbox.sandbox_snapshot": {"name": "s", "sandbox": "box"}})
+    check_failed(result, "not_found", "sandbox 'box' existed when this task began")
+    assert not result["changed"]
     assert faulty.list_names("snapshots") == [] and faulty.list_names("templates") == [TEMPLATE]
 
 
@@ -242,28 +249,28 @@ def test_a_failed_build_shows_the_end_of_its_log(in_memory: Target, faulty: Faul
     check_failed(slow, "timeout", "still being built after 1 s")
 
 
-def test_a_busy_gateway_is_asked_again(in_memory: Target, faulty: FaultyGateway) -> None:
+def test_requests_to_a_busy_gateway_are_retried(in_memory: Target, faulty: FaultyGateway) -> None:
     faulty.busy = 2
-    (made,) = in_memory.play(sandbox(name="box", template=TEMPLATE))
-    assert made["changed"], made
+    (created,) = in_memory.play(sandbox(name="box", template=TEMPLATE))
+    assert created["changed"], created
     faulty.busy = 1000
     (busy,) = in_memory.play(sandbox(name="other", template=TEMPLATE, gateway_timeout=1))
     check_failed(busy, "busy")
 
 
-def test_secrets_are_not_shown(tmp_path: Path, faulty: FaultyGateway, way: Any) -> None:
-    secret = "hunter2-and-then-some"
+def test_secrets_are_not_shown(tmp_path: Path, faulty: FaultyGateway, keywords: Any) -> None:
+    secret = "hunter2-with-more-text"
     faulty.token = KEY
-    there = Target(faulty.url, tmp_path, token=KEY)
-    made, refused = there.play(
+    target = Target(faulty.url, tmp_path, token=KEY)
+    created, refused = target.play(
         sandbox(name="box", template=TEMPLATE, env={"PASSWORD": secret, "DEBUG": "1"}),
         sandbox(name="other", template="none-such", env={"PASSWORD": secret}),
         options=("-vvv", "--diff"),
-        keywords=way,
+        keywords=keywords,
     )
-    assert made["changed"] and refused["failed"]
-    assert made["sandbox"]["cpus"] == 1
-    shown = there.output + str(made) + str(refused)
-    assert KEY not in shown and secret not in shown
+    assert created["changed"] and refused["failed"]
+    assert created["sandbox"]["cpus"] == 1
+    all_output = target.output + str(created) + str(refused)
+    assert KEY not in all_output and secret not in all_output
     detail = faulty.request("GET", "/sandboxes/box")
-    assert len(detail["envdAccessToken"]) > 8 and detail["envdAccessToken"] not in shown
+    assert len(detail["envdAccessToken"]) > 8 and detail["envdAccessToken"] not in all_output

@@ -1,4 +1,4 @@
-"""playbooks/fork_and_test.yml: variants in forks, promotion of the best one, no leftovers."""
+"""Test playbooks/fork_and_test.yml: it tries variants in forks, promotes the best one, and removes the forks."""
 
 from __future__ import annotations
 
@@ -21,16 +21,16 @@ from tests.support.gateway import Gateway
 
 @pytest.fixture(scope="module")
 def gateway(tmp_path_factory: pytest.TempPathFactory) -> Iterator[MemoryGateway]:
-    with agents.serve(tmp_path_factory.mktemp("agents")) as made:
-        yield made
+    with agents.serve(tmp_path_factory.mktemp("agents")) as server:
+        yield server
 
 
 @pytest.fixture
 def web(gateway: MemoryGateway) -> Iterator[str]:
     with gateway.client() as api:
-        made = api.post("/sandboxes", json={"templateID": "base", "name": "web"})
-        assert made.status_code == 201, made.text
-        yield made.json()["sandboxID"]
+        response = api.post("/sandboxes", json={"templateID": "base", "name": "web"})
+        assert response.status_code == 201, response.text
+        yield response.json()["sandboxID"]
     gateway.clear()
 
 
@@ -53,16 +53,16 @@ def fork_and_test(scratch: Path, url: str, **variables: Any) -> subprocess.Compl
 
 
 def make_variants(scratch: Path, *commands: str) -> dict[str, Any]:
-    """One variant for each command; its standard output is the score."""
-    named = [
+    """Return one variant for each command, whose standard output is the score."""
+    variants = [
         {"name": f"v{number}", "command": f"sh -c '({command}) > {scratch}/v{number}'"}
         for number, command in enumerate(commands)
     ]
-    return {"fork_variants": named, "fork_test": f"cat {scratch}/{{{{ fork_variant.name }}}}"}
+    return {"fork_variants": variants, "fork_test": f"cat {scratch}/{{{{ fork_variant.name }}}}"}
 
 
 @pytest.mark.parametrize(("best", "winner"), [("least", "v1"), ("most", "v2")])
-def test_the_best_variant_is_promoted_and_nothing_is_left(
+def test_the_best_variant_is_promoted_and_the_forks_are_removed(
     gateway: MemoryGateway, web: str, tmp_path: Path, best: str, winner: str
 ) -> None:
     failing = tmp_path / "failing.yml"
@@ -70,40 +70,40 @@ def test_the_best_variant_is_promoted_and_nothing_is_left(
     with gateway.client() as api:
         machine = gateway.machine(web)
         for _ in range(2):
-            asked = make_variants(tmp_path, "echo 10.5", "echo 9", "echo 100", "exit 3", "echo no number", "")
-            asked["fork_variants"][5] = {"name": "v5", "tasks": str(failing)}
-            run = fork_and_test(tmp_path, gateway.unix_url, fork_best=best, **asked)
+            variants = make_variants(tmp_path, "echo 10.5", "echo 9", "echo 100", "exit 3", "echo no number", "")
+            variants["fork_variants"][5] = {"name": "v5", "tasks": str(failing)}
+            run = fork_and_test(tmp_path, gateway.unix_url, fork_best=best, **variants)
             assert run.returncode == 0, run.stdout + run.stderr
             assert f"web continues from web-try-{winner}" in run.stdout
-            for out in ("v3 is out at Run its command", "v4 is out at Test what became of it", "v5 is out at Fail"):
+            for out in ("v3 failed at Run the variant's command", "v4 failed at Test the result", "v5 failed at Fail"):
                 assert out in run.stdout
-            (left,) = api.get("/sandboxes").json()
-            assert left["sandboxID"] == web and gateway.machine(web) is not machine
+            (remaining,) = api.get("/sandboxes").json()
+            assert remaining["sandboxID"] == web and gateway.machine(web) is not machine
             assert api.get("/snapshots").json() == []
             machine = gateway.machine(web)
 
 
-def test_no_variant_succeeds(gateway: MemoryGateway, web: str, tmp_path: Path) -> None:
+def test_the_sandbox_is_unchanged_if_no_variant_succeeds(gateway: MemoryGateway, web: str, tmp_path: Path) -> None:
     with gateway.client() as api:
         before = gateway.machine(web)
         run = fork_and_test(tmp_path, gateway.unix_url, **make_variants(tmp_path, "exit 1", "exit 2"))
-        assert run.returncode != 0 and "No variant got through its test" in run.stdout
-        assert gateway.machine(web) is before, "it is the machine it was"
+        assert run.returncode != 0 and "No variant passed its test" in run.stdout
+        assert gateway.machine(web) is before, "the machine was not replaced"
         assert [each["name"] for each in api.get("/sandboxes").json()] == ["web"]
         assert api.get("/snapshots").json() == []
 
 
 def test_missing_variables_are_reported(tmp_path: Path) -> None:
     run = fork_and_test(tmp_path, "unix:///nowhere", fork_best="largest")
-    assert run.returncode != 0 and "fork_best is least or most" in run.stdout + run.stderr
+    assert run.returncode != 0 and "fork_best to least or most" in run.stdout + run.stderr
 
 
-def test_the_default_variants(gateway: MemoryGateway, web: str, tmp_path: Path) -> None:
-    """The agents here share their files, so each variant needs its own directory."""
+def test_the_default_variants_are_ranked(gateway: MemoryGateway, web: str, tmp_path: Path) -> None:
+    """These agents share their files, so each variant needs a separate directory."""
     with gateway.client() as api:
         run = fork_and_test(tmp_path, gateway.unix_url, fork_packed=f"{tmp_path}/{{{{ inventory_hostname }}}}")
         assert run.returncode == 0, run.stdout + run.stderr
-        scores = dict(re.findall(r"web-try-([\w-]+) (\d+)\.0", run.stdout.rpartition("the best first:")[2]))
+        scores = dict(re.findall(r"web-try-([\w-]+) (\d+)\.0", run.stdout.rpartition("best first:")[2]))
         assert len(scores) == 10 and [int(score) for score in scores.values()] == sorted(map(int, scores.values()))
         for name, score in scores.items():
             assert (tmp_path / f"web-try-{name}").stat().st_size == int(score)
@@ -111,21 +111,23 @@ def test_the_default_variants(gateway: MemoryGateway, web: str, tmp_path: Path) 
         assert [each["name"] for each in api.get("/sandboxes").json()] == ["web"]
 
 
-def test_variants_on_virtual_machines(shared_gateway: Gateway, template: str, tmp_path: Path) -> None:
-    """The winner's changes are in the source, which keeps its id and its memory."""
+def test_the_best_variant_is_promoted_on_virtual_machines(
+    shared_gateway: Gateway, template: str, tmp_path: Path
+) -> None:
+    """The source gets the winner's changes and keeps its id and its memory."""
     api = shared_gateway
-    made = api.call("POST", "/sandboxes", {"templateID": template, "name": "ab"})["sandboxID"]
-    asked = [
+    sandbox_id = api.call("POST", "/sandboxes", {"templateID": template, "name": "ab"})["sandboxID"]
+    variants = [
         {"name": "plain", "tasks": "tasks/fork_copy.yml"},
         {"name": "packed", "command": "{{ fork_pack }} zlib 'compress(data, 9)'"},
     ]
     try:
-        api.sh(made, "mkdir -p /run/kept && echo in memory > /run/kept/mark")
-        run = fork_and_test(tmp_path, api.url, fork_source="ab", fork_variants=asked)
+        api.sh(sandbox_id, "mkdir -p /run/kept && echo in memory > /run/kept/mark")
+        run = fork_and_test(tmp_path, api.url, fork_source="ab", fork_variants=variants)
         assert run.returncode == 0, run.stdout + run.stderr
-        assert "ab goes on as ab-try-packed" in run.stdout
-        said = api.sh(made, "cat /run/kept/mark; stat -c %s /var/tmp/packed /var/lib/dpkg/status").splitlines()
-        assert said[0] == "in memory" and int(said[1]) < int(said[2]) / 3
+        assert "ab continues from ab-try-packed" in run.stdout
+        lines = api.sh(sandbox_id, "cat /run/kept/mark; stat -c %s /var/tmp/packed /var/lib/dpkg/status").splitlines()
+        assert lines[0] == "in memory" and int(lines[1]) < int(lines[2]) / 3
         names = [each["name"] for each in api.call("GET", "/sandboxes?limit=1000")]
         assert not [name for name in names if name.startswith("ab-try")]
     finally:

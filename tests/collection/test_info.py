@@ -1,4 +1,4 @@
-"""The lists of the ``*_info`` modules; and that the documentation names every return value of each module."""
+"""Test the ``*_info`` modules, and that the documentation lists every return value of each module."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 import yaml
-from ansible_collections.grove.sandbox.plugins.module_utils._fork import SHOWN
+from ansible_collections.grove.sandbox.plugins.module_utils._fork import RESULT_KEYS
 from ansible_collections.grove.sandbox.plugins.module_utils._shapes import KEYS
 
-from tests.collection.conftest import each_way
+from tests.collection.conftest import each_execution
 from tests.collection.runner import Target, Task
 from tests.support.faulty_gateway import FaultyGateway
 from tests.support.session import REPOSITORY
@@ -26,39 +26,39 @@ KINDS = {
 }
 
 
-def info(what: str, **options: Any) -> Task:
-    return {f"grove.sandbox.{what}_info": options}
+def info(kind: str, **options: Any) -> Task:
+    return {f"grove.sandbox.{kind}_info": options}
 
 
-@each_way
-def test_info_matches_what_the_other_modules_return(target: Target, way: dict[str, Any]) -> None:
+@each_execution
+def test_info_modules_return_the_same_shapes_as_the_other_modules(target: Target, keywords: dict[str, Any]) -> None:
     box, golden, data = (target.name(name) for name in ("box", "golden", "data"))
-    *_, volume, taken, made = target.verify(
+    *_, volume, captured, changed = target.verify(
         {"grove.sandbox.sandbox": {"name": box, "template": target.template}},
         {"grove.sandbox.sandbox_volume": {"name": data, "size_mb": 64, "snapshots": ["monday"]}},
         {"grove.sandbox.sandbox_snapshot": {"name": golden, "sandbox": box}},
         {"grove.sandbox.sandbox": {"name": box, "metadata": {"team": target.name("blue")}}},
-        keywords=way,
+        keywords=keywords,
     )
-    sandboxes, one, snapshots, templates, volumes = target.play(
+    sandboxes, by_id, snapshots, templates, volumes = target.play(
         info("sandbox", metadata={"team": target.name("blue")}, diverged=True),
-        {**info("sandbox", name=made["sandbox"]["id"]), "check_mode": True},
+        {**info("sandbox", name=changed["sandbox"]["id"]), "check_mode": True},
         info("sandbox_snapshot", sandbox=box),
         info("sandbox_template", name=target.template),
         info("sandbox_volume", name=[data]),
-        keywords=way,
+        keywords=keywords,
     )
     diverged = sandboxes["sandboxes"][0]["diverged"]
-    assert isinstance(diverged, bool) and made["sandbox"]["diverged"] is None
-    assert sandboxes["sandboxes"] == [{**made["sandbox"], "diverged": diverged}]
-    assert one["sandboxes"] == [made["sandbox"]]
-    assert snapshots["snapshots"] == [taken["snapshot"]]
+    assert isinstance(diverged, bool) and changed["sandbox"]["diverged"] is None
+    assert sandboxes["sandboxes"] == [{**changed["sandbox"], "diverged": diverged}]
+    assert by_id["sandboxes"] == [changed["sandbox"]]
+    assert snapshots["snapshots"] == [captured["snapshot"]]
     assert [template["name"] for template in templates["templates"]] == [target.template]
     assert volumes["volumes"] == [{**volume["volume"], "used_mb": volumes["volumes"][0]["used_mb"]}]
-    assert not any(result["changed"] for result in (sandboxes, one, snapshots, templates, volumes))
+    assert not any(result["changed"] for result in (sandboxes, by_id, snapshots, templates, volumes))
 
 
-def test_filters(in_memory: Target, faulty: FaultyGateway) -> None:
+def test_filters_select_resources(in_memory: Target, faulty: FaultyGateway) -> None:
     def names(result: dict[str, Any], key: str = "sandboxes") -> list[str]:
         return [each["name"] for each in result[key]]
 
@@ -70,7 +70,7 @@ def test_filters(in_memory: Target, faulty: FaultyGateway) -> None:
         {"grove.sandbox.sandbox_snapshot": {"name": "s1", "sandbox": "a"}},
         {"grove.sandbox.sandbox_fork": {"snapshot": "s1", "names": ["f"]}},
     )
-    everyone, paused, both, web, forks, some, nobody, later, of_a, bad = in_memory.play(
+    all_sandboxes, paused, both, web, forks, named, empty_list, later, snapshots_of_a, invalid = in_memory.play(
         info("sandbox"),
         info("sandbox", state=["paused"]),
         info("sandbox", state=["paused", "running"]),
@@ -82,24 +82,24 @@ def test_filters(in_memory: Target, faulty: FaultyGateway) -> None:
         info("sandbox_snapshot", sandbox="a"),
         info("sandbox", state=["asleep"]),
     )
-    assert names(everyone) == names(both) == ["a", "b", "c", "d", "e", "f"]
+    assert names(all_sandboxes) == names(both) == ["a", "b", "c", "d", "e", "f"]
     assert names(paused) == names(web) == ["e"]
     assert names(forks) == ["f"]
-    assert names(some) == ["a", "d"]
-    assert names(nobody) == names(later) == []
-    assert names(of_a, "snapshots") == ["s1"]
-    assert bad["failed"] and bad["failure"]["kind"] == "invalid"
+    assert names(named) == ["a", "d"]
+    assert names(empty_list) == names(later) == []
+    assert names(snapshots_of_a, "snapshots") == ["s1"]
+    assert invalid["failed"] and invalid["failure"]["kind"] == "invalid"
     assert {method for method, _ in faulty.calls[-12:]} == {"GET"}
 
 
 @pytest.mark.parametrize("module", MODULES, ids=lambda module: module.stem)
-def test_the_documentation_names_every_returned_value(module: Path) -> None:
+def test_the_documentation_lists_every_returned_value(module: Path) -> None:
     returned = documented_keys(module, "RETURN")
     lists = {key: entry for key, entry in returned.items() if key in KINDS}
     assert lists, module.stem
     for key, entry in lists.items():
-        shown = SHOWN[key] if module.stem == "sandbox_fork" else KEYS[KINDS[key]]
-        assert list(entry["contains"]) == list(shown), (module.stem, key)
+        keys = RESULT_KEYS[key] if module.stem == "sandbox_fork" else KEYS[KINDS[key]]
+        assert list(entry["contains"]) == list(keys), (module.stem, key)
 
 
 def test_every_module_is_in_both_action_groups_and_has_an_action_plugin() -> None:
@@ -109,10 +109,10 @@ def test_every_module_is_in_both_action_groups_and_has_an_action_plugin() -> Non
     assert sorted(plugin.stem for plugin in (REPOSITORY / "plugins" / "action").glob("*.py")) == names
 
 
-def documented_keys(module: Path, what: str) -> dict[str, Any]:
+def documented_keys(module: Path, variable: str) -> dict[str, Any]:
     for node in ast.parse(module.read_text()).body:
-        if isinstance(node, ast.Assign) and getattr(node.targets[0], "id", "") == what:
-            found: Any = yaml.safe_load(ast.literal_eval(node.value))
-            assert isinstance(found, dict)
-            return found
-    raise AssertionError(f"{module.name} has no {what}")
+        if isinstance(node, ast.Assign) and getattr(node.targets[0], "id", "") == variable:
+            document: Any = yaml.safe_load(ast.literal_eval(node.value))
+            assert isinstance(document, dict)
+            return document
+    raise AssertionError(f"{module.name} has no {variable}")

@@ -1,4 +1,4 @@
-"""The inventory plugin on real gateways, as `ansible-inventory` and plays see it."""
+"""Test the inventory plugin with real gateways, using `ansible-inventory` and plays."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ from tests.collection import agents
 from tests.collection.runner import ansible_playbook
 from tests.support import session
 
-EVIL = "{{ lookup('ansible.builtin.pipe', 'touch EVIL') }}"
+MALICIOUS_TEMPLATE = "{{ lookup('ansible.builtin.pipe', 'touch EVIL') }}"
 PYTHON = "/usr/bin/python3"
 
 
 @pytest.fixture(scope="module")
 def _east(tmp_path_factory: pytest.TempPathFactory) -> Iterator[MemoryGateway]:
-    with agents.serve(tmp_path_factory.mktemp("east")) as made:
-        yield made
+    with agents.serve(tmp_path_factory.mktemp("east")) as server:
+        yield server
 
 
 @pytest.fixture
@@ -36,8 +36,8 @@ def east(_east: MemoryGateway) -> Iterator[MemoryGateway]:
 
 @pytest.fixture(scope="module")
 def _west(tmp_path_factory: pytest.TempPathFactory, _east: MemoryGateway) -> Iterator[MemoryGateway]:
-    with agents.serve(tmp_path_factory.mktemp("west")) as made:
-        yield made
+    with agents.serve(tmp_path_factory.mktemp("west")) as server:
+        yield server
 
 
 @pytest.fixture
@@ -46,20 +46,20 @@ def west(_west: MemoryGateway) -> Iterator[MemoryGateway]:
     _west.clear()
 
 
-def create_sandbox(gateway: MemoryGateway, name: str, template: str = "base", **more: Any) -> str:
+def create_sandbox(gateway: MemoryGateway, name: str, template: str = "base", **fields: Any) -> str:
     with gateway.client() as api:
-        made = api.post("/sandboxes", json={"templateID": template, "name": name, **more})
-        assert made.status_code == 201, made.text
-        ident: str = made.json()["sandboxID"]
+        response = api.post("/sandboxes", json={"templateID": template, "name": name, **fields})
+        assert response.status_code == 201, response.text
+        ident: str = response.json()["sandboxID"]
         return ident
 
 
 class Inventory:
-    """An inventory file in its own directory; ``output`` is the output of the last run."""
+    """An inventory file in its own directory. ``output`` is the output of the last command."""
 
-    def __init__(self, folder: Path, **content: Any) -> None:
-        self.folder = folder
-        self.file = folder / "sandboxes.yml"
+    def __init__(self, directory: Path, **content: Any) -> None:
+        self.directory = directory
+        self.file = directory / "sandboxes.yml"
         self.write(**content)
         self.output = ""
 
@@ -73,14 +73,14 @@ class Inventory:
             env={
                 **os.environ,
                 "ANSIBLE_COLLECTIONS_PATH": str(session.COLLECTIONS),
-                "ANSIBLE_HOME": str(self.folder / "home"),
+                "ANSIBLE_HOME": str(self.directory / "home"),
                 "ANSIBLE_NOCOLOR": "1",
                 "ANSIBLE_INVENTORY_ANY_UNPARSED_IS_FAILED": "1",
                 "COLUMNS": "1000",
                 "LC_ALL": "C.UTF-8",
                 **environment,
             },
-            cwd=self.folder,
+            cwd=self.directory,
             capture_output=True,
             text=True,
             timeout=120,
@@ -89,29 +89,29 @@ class Inventory:
         return run
 
     def hosts(self, **environment: str) -> dict[str, dict[str, Any]]:
-        """The variables of each host; ``groups`` holds the names of its groups."""
+        """Return the variables of each host, with the names of its groups in ``groups``."""
         run = self.run("ansible-inventory", "--list", **environment)
         assert run.returncode == 0, self.output
-        # Since ansible-core 2.19, every text that is not a template is listed like this.
-        listed = json.loads(run.stdout, object_hook=lambda entry: entry.get("__ansible_unsafe", entry))
-        found: dict[str, dict[str, Any]] = {
-            host: {**variables, "groups": []} for host, variables in listed["_meta"]["hostvars"].items()
+        # Since ansible-core 2.19, text that is not a template is listed in this form.
+        inventory = json.loads(run.stdout, object_hook=lambda entry: entry.get("__ansible_unsafe", entry))
+        hosts: dict[str, dict[str, Any]] = {
+            host: {**variables, "groups": []} for host, variables in inventory["_meta"]["hostvars"].items()
         }
-        for group, members in listed.items():
+        for group, members in inventory.items():
             for host in members.get("hosts", []):
-                found[host]["groups"].append(group)
-        return found
+                hosts[host]["groups"].append(group)
+        return hosts
 
     def play(self, *tasks: dict[str, Any], hosts: str = "all", **environment: str) -> str:
-        """The output of a play, which must succeed."""
-        book = self.folder / "book.yml"
-        book.write_text(json.dumps([{"hosts": hosts, "gather_facts": False, "tasks": tasks}]))
-        run = self.run("ansible-playbook", str(book), **environment)
+        """Run a play, which must succeed, and return its output."""
+        playbook = self.directory / "book.yml"
+        playbook.write_text(json.dumps([{"hosts": hosts, "gather_facts": False, "tasks": tasks}]))
+        run = self.run("ansible-playbook", str(playbook), **environment)
         assert run.returncode == 0, self.output
         return run.stdout
 
 
-def test_hosts_groups_and_variables(east: MemoryGateway, tmp_path: Path) -> None:
+def test_sandboxes_become_hosts_with_groups_and_variables(east: MemoryGateway, tmp_path: Path) -> None:
     ident = create_sandbox(east, "web", metadata={"team": "blue-green", "note": ""})
     with east.client() as api:
         golden = api.post("/sandboxes/web/snapshots", json={"name": "golden"}).json()["snapshotID"]
@@ -145,16 +145,16 @@ def test_tasks_run_in_the_sandboxes(east: MemoryGateway, tmp_path: Path) -> None
     for name in ("a", "b"):
         create_sandbox(east, name, metadata={"side": name})
     inventory = Inventory(tmp_path, gateways=[{"url": east.unix_url}], python_interpreter=PYTHON)
-    said = "{{ grove_sandbox.metadata.side }}"
+    side = "{{ grove_sandbox.metadata.side }}"
     inventory.play(
-        {"ansible.builtin.copy": {"content": f"{said}\n", "dest": f"{tmp_path}/said-{{{{ inventory_hostname }}}}"}},
+        {"ansible.builtin.copy": {"content": f"{side}\n", "dest": f"{tmp_path}/said-{{{{ inventory_hostname }}}}"}},
         hosts="template_base",
     )
     for name in ("a", "b"):
         assert (tmp_path / f"said-{name}").read_text() == f"{name}\n"
 
 
-def test_composed_groups_and_variables(east: MemoryGateway, tmp_path: Path) -> None:
+def test_groups_and_variables_are_composed(east: MemoryGateway, tmp_path: Path) -> None:
     create_sandbox(east, "web", metadata={"user": "nobody", "rank": "3"})
     inventory = Inventory(
         tmp_path,
@@ -174,9 +174,9 @@ def test_composed_groups_and_variables(east: MemoryGateway, tmp_path: Path) -> N
     assert "x" not in inventory.hosts()["web"]
 
 
-def test_text_from_a_gateway_is_not_a_template(east: MemoryGateway, tmp_path: Path) -> None:
-    evil = EVIL.replace("EVIL", str(tmp_path / "evil"))
-    create_sandbox(east, "web", metadata={"team": evil, evil: "{% raw %}"})
+def test_text_from_a_gateway_is_not_evaluated(east: MemoryGateway, tmp_path: Path) -> None:
+    malicious = MALICIOUS_TEMPLATE.replace("EVIL", str(tmp_path / "evil"))
+    create_sandbox(east, "web", metadata={"team": malicious, malicious: "{% raw %}"})
     inventory = Inventory(
         tmp_path,
         gateways=[{"url": east.unix_url}],
@@ -187,7 +187,7 @@ def test_text_from_a_gateway_is_not_a_template(east: MemoryGateway, tmp_path: Pa
     )
     hosts = inventory.hosts()
     text = json.dumps(hosts["web"])
-    assert evil in text.replace('\\"', '"')
+    assert malicious in text.replace('\\"', '"')
     assert all(re.fullmatch(r"\w+", group) for group in hosts["web"]["groups"]), hosts["web"]["groups"]
     out = inventory.play(
         {"ansible.builtin.debug": {"var": "grove_sandbox"}},
@@ -213,7 +213,7 @@ def test_a_sandbox_cannot_take_the_place_of_another_host(east: MemoryGateway, tm
     )
 
 
-def test_several_gateways(east: MemoryGateway, west: MemoryGateway, tmp_path: Path) -> None:
+def test_several_gateways_are_listed(east: MemoryGateway, west: MemoryGateway, tmp_path: Path) -> None:
     create_sandbox(east, "web"), create_sandbox(west, "web"), create_sandbox(west, "db")
     key = tmp_path / "west.key"
     key.write_text(EXEC_KEY + "\n")
@@ -233,10 +233,10 @@ def test_several_gateways(east: MemoryGateway, west: MemoryGateway, tmp_path: Pa
     assert EXEC_KEY not in inventory.output
     assert hosts["db.west"]["ansible_sandbox_gateway_token_file"] == str(key)
     # Each task reaches its own gateway, with a key that is not in any variable.
-    said = {
+    task = {
         "ansible.builtin.copy": {"content": "{{ ansible_host }}", "dest": f"{tmp_path}/at-{{{{ inventory_hostname }}}}"}
     }
-    out = inventory.play(said, {"ansible.builtin.debug": {"var": "hostvars"}}, **environment)
+    out = inventory.play(task, {"ansible.builtin.debug": {"var": "hostvars"}}, **environment)
     for host, variables in hosts.items():
         assert (tmp_path / f"at-{host}").read_text() == variables["ansible_host"]
     assert EXEC_KEY not in out
@@ -249,30 +249,32 @@ def test_several_gateways(east: MemoryGateway, west: MemoryGateway, tmp_path: Pa
     assert inventory.run("ansible-inventory", "--list").returncode != 0 and "has no name" in inventory.output
 
 
-def test_unreachable_gateways(east: MemoryGateway, tmp_path: Path) -> None:
+def test_unreachable_gateways_are_reported(east: MemoryGateway, tmp_path: Path) -> None:
     create_sandbox(east, "web")
     good = {"name": "good", "url": east.url, "token": EXEC_KEY}
     bad: list[tuple[dict[str, Any], str]] = [
         ({"name": "bad", "url": "http://127.0.0.1:9"}, "nothing listens on that port"),
         ({"name": "bad", "url": east.url, "token": "not-a-known-key-0000"}, "does not accept the key"),
-        ({"name": "bad", "url": f"unix://{tmp_path}/x.sock"}, "is sandbox-gateway started"),
+        ({"name": "bad", "url": f"unix://{tmp_path}/x.sock"}, "check that sandbox-gateway is running"),
         ({"name": "bad", "url": east.url, "token_file": "/nowhere/key"}, "the key file /nowhere/key cannot be read"),
-        ({"name": "bad", "url": "gopher://x"}, "is not an address of a gateway"),
+        ({"name": "bad", "url": "gopher://x"}, "is not the address of a gateway"),
     ]
     inventory = Inventory(tmp_path)
-    for entry, says in bad:
+    for entry, message in bad:
         inventory.write(gateways=[good, entry])
         assert inventory.hosts().keys() == {"web.good"}
-        assert "the sandboxes of gateway bad are not in the inventory" in inventory.output and says in inventory.output
+        assert (
+            "the sandboxes of gateway bad are not in the inventory" in inventory.output and message in inventory.output
+        )
         inventory.write(gateways=[good, entry], strict=True)
         assert inventory.run("ansible-inventory", "--list").returncode != 0
-        assert says in inventory.output and "Traceback" not in inventory.output
+        assert message in inventory.output and "Traceback" not in inventory.output
         assert "not-a-known-key-0000" not in inventory.output and EXEC_KEY not in inventory.output
     inventory.write(gateways=[{"url": east.unix_url, "tokn": "x"}])
     assert inventory.run("ansible-inventory", "--list").returncode != 0 and "unknown keys (tokn)" in inventory.output
 
 
-def test_the_cache(east: MemoryGateway, tmp_path: Path) -> None:
+def test_the_cache_stores_hosts_without_keys(east: MemoryGateway, tmp_path: Path) -> None:
     create_sandbox(east, "web", metadata={"team": "{{ 1 }}"})
     cached = {
         "cache": True,
@@ -286,7 +288,7 @@ def test_the_cache(east: MemoryGateway, tmp_path: Path) -> None:
     (file,) = (tmp_path / "cache").iterdir()
     text = file.read_text()
     assert EXEC_KEY not in text and READ_KEY not in text and "ansible_unsafe" not in text
-    assert "access" not in text.lower(), "no sandbox's access token"
+    assert "access" not in text.lower(), "the cache must not contain access tokens"
     plain = json.loads(text)
     assert "web" in json.dumps(plain) and "team" in json.dumps(plain)
     create_sandbox(east, "late")
@@ -296,14 +298,14 @@ def test_the_cache(east: MemoryGateway, tmp_path: Path) -> None:
     assert inventory.run("ansible-inventory", "--list", "--flush-cache").returncode == 0
     assert '"late"' in inventory.output
     assert inventory.hosts().keys() == {"web", "late"}
-    # A gateway that did not answer is asked again.
+    # A gateway that could not be reached is queried again.
     inventory.write(gateways=[{**gateway, "url": "http://127.0.0.1:9"}], **cached)
     assert inventory.hosts() == {}
     inventory.write(gateways=[gateway], **cached)
     assert inventory.hosts().keys() == {"web", "late"}
 
 
-def test_the_gateway_of_the_environment(east: MemoryGateway, tmp_path: Path) -> None:
+def test_environment_variables_select_the_gateway(east: MemoryGateway, tmp_path: Path) -> None:
     create_sandbox(east, "web")
     inventory = Inventory(tmp_path, python_interpreter=PYTHON)
     environment = {"SANDBOX_GATEWAY_URL": east.url, "SANDBOX_GATEWAY_TOKEN": EXEC_KEY}
@@ -313,7 +315,7 @@ def test_the_gateway_of_the_environment(east: MemoryGateway, tmp_path: Path) -> 
 
 
 def test_a_sandbox_cannot_redirect_its_tasks(east: MemoryGateway, tmp_path: Path) -> None:
-    """Facts take precedence over an inventory's variables, and a hostile sandbox controls its facts."""
+    """Facts take precedence over inventory variables, and a hostile sandbox controls its facts."""
     create_sandbox(east, "web")
     victim = create_sandbox(east, "victim")
     inventory = Inventory(tmp_path, gateways=[{"url": east.url, "token": EXEC_KEY}], python_interpreter=PYTHON)
@@ -324,11 +326,11 @@ def test_a_sandbox_cannot_redirect_its_tasks(east: MemoryGateway, tmp_path: Path
         "ansible_sandbox_gateway_token_file": "/etc/hostname",
         "ansible_sandbox_validate_certs": False,
     }
-    module = tmp_path / "library" / "lie.py"
+    module = tmp_path / "library" / "false_facts.py"
     module.parent.mkdir()
     module.write_text(f"#!{PYTHON}\nprint({json.dumps({'changed': False, 'ansible_facts': facts})!r})\n")
     out = inventory.play(
-        {"lie": None},
+        {"false_facts": None},
         {"ansible.builtin.raw": "echo hosts=$(hostname)"},
         {"ansible.builtin.debug": {"msg": "{{ ansible_host }} {{ ansible_sandbox_gateway_url }}"}},
         hosts="web",
@@ -336,11 +338,11 @@ def test_a_sandbox_cannot_redirect_its_tasks(east: MemoryGateway, tmp_path: Path
     )
     assert victim not in out.partition("Removed restricted key")[0]
     with east.client() as api:
-        seen = api.get("/sandboxes/web").json()["sandboxID"]
-    assert f'"{seen} ' in out
+        actual_id = api.get("/sandboxes/web").json()["sandboxID"]
+    assert f'"{actual_id} ' in out
 
 
-def test_foreign_inventory_files(tmp_path: Path) -> None:
+def test_files_of_other_plugins_are_rejected(tmp_path: Path) -> None:
     inventory = Inventory(tmp_path)
     inventory.file = tmp_path / "hosts.yml"
     inventory.write()
@@ -352,20 +354,20 @@ def test_foreign_inventory_files(tmp_path: Path) -> None:
 
 
 def documented_files() -> list[Any]:
-    """The inventory files of the documentation and of the plugin's examples."""
+    """Return the inventory files in the documentation and in the plugin's examples."""
     pages = [session.REPOSITORY / "docs" / "inventory.md", session.REPOSITORY / "plugins/inventory/sandboxes.py"]
-    found = []
+    parameters = []
     for page in pages:
         for text in re.findall(
             r"^plugin: grove\.sandbox\.sandboxes\n(?:(?!```|---|\"\"\").*\n)*", page.read_text(), re.M
         ):
-            found.append(pytest.param(yaml.safe_load(text), id=f"{page.stem}-{len(found)}"))
-    return found
+            parameters.append(pytest.param(yaml.safe_load(text), id=f"{page.stem}-{len(parameters)}"))
+    return parameters
 
 
 @pytest.mark.parametrize("content", documented_files())
-def test_the_documented_files(east: MemoryGateway, tmp_path: Path, content: dict[str, Any]) -> None:
-    """Unchanged, except for the addresses of gateways, keys and certificates."""
+def test_documented_files_work(east: MemoryGateway, tmp_path: Path, content: dict[str, Any]) -> None:
+    """Uses the files unchanged, except for the addresses of gateways, keys and certificates."""
     create_sandbox(east, "web", metadata={"team": "blue", "user": "nobody"})
     for gateway in content.get("gateways", []):
         gateway.update(url=east.url, token=EXEC_KEY)
@@ -376,5 +378,5 @@ def test_the_documented_files(east: MemoryGateway, tmp_path: Path, content: dict
     del content["plugin"]
     inventory = Inventory(tmp_path, **{**content, "strict": True})
     hosts = inventory.hosts(SANDBOX_GATEWAY_URL=east.unix_url)
-    assert hosts, "it lists the sandbox"
+    assert hosts, "the inventory must list the sandbox"
     assert all(host.partition(".")[0] == "web" for host in hosts)

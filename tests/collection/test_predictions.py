@@ -1,8 +1,8 @@
-"""Every module, state and option: check mode predicts the run, a second run changes nothing, the diff is readable.
+"""Test every module, state and option: check mode predicts the run, a second run changes nothing, diffs are readable.
 
-The gateway and its engine are real, the machines are in memory (tests/api/memory_host.py): the predictions concern the
-engine, and test_modules.py and test_volumes.py check the same modules above real machines. docs/predictions.md holds
-the results; ``GROVE_WRITE_DOCS=1`` writes it.
+The gateway and its engine are real, but the host is in memory (tests/api/memory_host.py), because predictions depend
+only on the engine. test_modules.py and test_volumes.py test the modules with real machines. docs/predictions.md shows
+the results; with ``GROVE_WRITE_DOCS=1``, the test writes that page.
 """
 
 from __future__ import annotations
@@ -19,34 +19,34 @@ from typing import Any
 
 import pytest
 
-from sandbox_gateway.errors import UsedOutside
+from sandbox_gateway.errors import InUseExternally
 from sandbox_gateway.records import VolumeSnapshot
 from tests.api import memory_host
 from tests.api.memory_gateway import MemoryGateway
-from tests.collection.predictions import CASES, THINGS, Case, task, with_prefix
+from tests.collection.predictions import CASES, RESOURCE_KINDS, Case, task, with_prefix
 from tests.collection.runner import Result, Target, check_prediction
 from tests.support.session import REPOSITORY
 
 PAGE = REPOSITORY / "docs" / "predictions.md"
 COMMAND = "GROVE_WRITE_DOCS=1 ./dev test tests/collection/test_predictions.py"
-LONGEST = 60
-"""The most lines that the diff of a case may have."""
+MAX_DIFF_LINES = 60
+"""Maximum number of lines in the diff of a case."""
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """The results of a case: check mode, the run, a second run."""
+    """The results of a case: in check mode, of the run, and of a second run."""
 
     case: Case
     prefix: str
-    said: Result
-    done: Result
-    again: Result
+    predicted: Result
+    actual: Result
+    repeated: Result
 
 
 @pytest.fixture(scope="module")
-def found(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[Case, Outcome]]:
-    """All cases in two plays: one sets them up, the other runs each task three times."""
+def outcomes(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[Case, Outcome]]:
+    """The results of all cases, from two plays: one sets up the cases, the other runs each task three times."""
     root = tmp_path_factory.mktemp("predictions")
     gateway = MemoryGateway(root, ShellHost(), log={"level": "warning"})
     try:
@@ -55,18 +55,18 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[Case, Outco
         scratch.mkdir()
         target = Target(gateway.unix_url, scratch)
         prefixes = {case: f"c{number:02}-" for number, case in enumerate(CASES)}
-        before = [task(*each, prefixes[case]) for case in CASES for each in case.before]
+        before = [task(*setup_task, prefixes[case]) for case in CASES for setup_task in case.setup_tasks]
         for result in target.play(*before):
             assert not result.get("failed"), result
         for case in CASES:
-            for what, whom in case.meanwhile:
-                change_setup(gateway, target, what, with_prefix(whom, prefixes[case]))
-        thrice = [
-            {**task(case.module, case.options, prefixes[case]), **way}
+            for change, name in case.changes:
+                change_setup(gateway, target, change, with_prefix(name, prefixes[case]))
+        tasks_three_times = [
+            {**task(case.module, case.options, prefixes[case]), **keywords}
             for case in CASES
-            for way in ({"check_mode": True}, {}, {})
+            for keywords in ({"check_mode": True}, {}, {})
         ]
-        results = target.play(*thrice, options=("--diff",))
+        results = target.play(*tasks_three_times, options=("--diff",))
         yield {
             case: Outcome(case, prefixes[case], *results[3 * number : 3 * number + 3])
             for number, case in enumerate(CASES)
@@ -76,32 +76,35 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[Case, Outco
 
 
 class ShellMachine(memory_host.Machine):
-    """Its shell finds everything in order."""
+    """A machine whose shell commands succeed."""
 
     async def _exec(self, request: dict[str, Any]) -> dict[str, Any]:
-        known = {**request, "args": ["exit", "0"]} if request["args"][0] == "/bin/sh" else request
-        return await super()._exec(known)
+        modified = {**request, "args": ["exit", "0"]} if request["args"][0] == "/bin/sh" else request
+        return await super()._exec(modified)
 
 
 class ShellHost(memory_host.MemoryHost):
     machine_type = ShellMachine
 
 
-def change_setup(gateway: MemoryGateway, target: Target, what: str, whom: str) -> None:
-    """``write`` a file in a sandbox; ``end`` its machine; ``outdate`` a template, as if another version of the gateway
-    had built it; ``keep`` the snapshots of a volume as a jail host does."""
-    if what == "write":
-        target.client.post(f"/sandboxes/{whom}/exec", {"args": ["write", "/root/written", "something"]})
-    elif what == "end":
-        asyncio.run_coroutine_threadsafe(end_machine(gateway, whom), gateway.loop).result(20)
+def change_setup(gateway: MemoryGateway, target: Target, change: str, name: str) -> None:
+    """Change the setup of a case.
+
+    ``write`` writes a file in a sandbox; ``end`` stops its machine; ``outdate`` makes a template look as if another
+    version of the gateway had built it; ``keep`` makes the host keep the snapshots of a volume, as a jail host does.
+    """
+    if change == "write":
+        target.client.post(f"/sandboxes/{name}/exec", {"args": ["write", "/root/written", "something"]})
+    elif change == "end":
+        asyncio.run_coroutine_threadsafe(end_machine(gateway, name), gateway.loop).result(20)
         deadline = time.monotonic() + 20
-        while [each["state"] for each in target.client.pages("/sandboxes", name=whom)] != ["paused"]:
-            assert time.monotonic() < deadline, f"that the machine of {whom} ended was not noticed"
+        while [sandbox["state"] for sandbox in target.client.pages("/sandboxes", name=name)] != ["paused"]:
+            assert time.monotonic() < deadline, f"the gateway did not notice that the machine of {name} stopped"
             time.sleep(0.02)
-    elif what == "outdate":
-        gateway.engine.templates.get(whom).recipe_digest = "0" * 64
+    elif change == "outdate":
+        gateway.engine.templates.get(name).recipe_digest = "0" * 64
     else:
-        keep_snapshots(gateway, whom)
+        keep_snapshots(gateway, name)
 
 
 async def end_machine(gateway: MemoryGateway, name: str) -> None:
@@ -111,63 +114,68 @@ async def end_machine(gateway: MemoryGateway, name: str) -> None:
 
 
 def keep_snapshots(gateway: MemoryGateway, name: str) -> None:
-    """The error is that of ZfsStorage; tests/jail_zfs/test_volume_storage.py checks that it raises it."""
-    kept, remove = gateway.engine.index.volume(name).id, gateway.host.remove_volume_snapshot
+    """Make removals of the volume's snapshots fail with the error that ZfsStorage raises.
+
+    tests/jail_zfs/test_volume_storage.py checks that it does.
+    """
+    volume_id, remove = gateway.engine.index.volume(name).id, gateway.host.remove_volume_snapshot
 
     async def refuse(snapshot: VolumeSnapshot) -> None:
-        if snapshot.volume == kept:
-            raise UsedOutside({"ZFS clone": {"0123456789ab": "made"}}, "Remove them first.")
+        if snapshot.volume == volume_id:
+            raise InUseExternally({"ZFS clone": {"0123456789ab": "made"}}, "Remove them first.")
         await remove(snapshot)
 
     gateway.host.remove_volume_snapshot = refuse
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: f"{case.module}-{case.title}".replace(" ", "_"))
-def test_check_mode_predicts_the_run_and_a_second_run_changes_nothing(case: Case, found: dict[Case, Outcome]) -> None:
-    said, done, again = (found[case].said, found[case].done, found[case].again)
-    if case.unforeseen:
-        assert said["changed"] and not said.get("failed"), said
-        assert done["failed"] and done["failure"]["kind"] == case.unforeseen, done
-        assert not done["changed"], done
+def test_check_mode_predicts_the_run_and_a_second_run_changes_nothing(
+    case: Case, outcomes: dict[Case, Outcome]
+) -> None:
+    predicted, actual, repeated = (outcomes[case].predicted, outcomes[case].actual, outcomes[case].repeated)
+    if case.unpredicted_error:
+        assert predicted["changed"] and not predicted.get("failed"), predicted
+        assert actual["failed"] and actual["failure"]["kind"] == case.unpredicted_error, actual
+        assert not actual["changed"], actual
         return
-    if case.fails:
-        assert done["failed"] and done["failure"]["kind"] == case.fails, done
-    for result in (said, done, again):
-        assert bool(result.get("failed")) is bool(case.fails), result
-        assert result.get("failure", {}).get("kind") == done.get("failure", {}).get("kind")
-    assert said.get("msg") == done.get("msg")
+    if case.error_kind:
+        assert actual["failed"] and actual["failure"]["kind"] == case.error_kind, actual
+    for result in (predicted, actual, repeated):
+        assert bool(result.get("failed")) is bool(case.error_kind), result
+        assert result.get("failure", {}).get("kind") == actual.get("failure", {}).get("kind")
+    assert predicted.get("msg") == actual.get("msg")
     if case.module.endswith("_info"):
-        assert said == done == again and not done["changed"]
+        assert predicted == actual == repeated and not actual["changed"]
         return
-    check_prediction(said, done)
-    assert again["changed"] is bool(case.again), again
-    if not case.again:
-        assert again["diff"] == {"before": {}, "after": {}}
+    check_prediction(predicted, actual)
+    assert repeated["changed"] is bool(case.repeated_actions), repeated
+    if not case.repeated_actions:
+        assert repeated["diff"] == {"before": {}, "after": {}}
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: f"{case.module}-{case.title}".replace(" ", "_"))
-def test_diffs_are_readable(case: Case, found: dict[Case, Outcome]) -> None:
-    done = found[case].done
-    if "diff" not in done:
+def test_diffs_are_readable(case: Case, outcomes: dict[Case, Outcome]) -> None:
+    actual = outcomes[case].actual
+    if "diff" not in actual:
         assert case.module.endswith("_info")
         return
-    before, after = done["diff"]["before"], done["diff"]["after"]
-    assert (before != after) is done["changed"]
-    assert set(before) | set(after) <= {outcome["name"] for outcome in done["outcomes"] if outcome["changed"]}
+    before, after = actual["diff"]["before"], actual["diff"]["after"]
+    assert (before != after) is actual["changed"]
+    assert set(before) | set(after) <= {outcome["name"] for outcome in actual["outcomes"] if outcome["changed"]}
     shown = [line for line in ansible_diff(before, after) if line[:1] in "+-"]
-    assert len(shown) <= LONGEST, shown
+    assert len(shown) <= MAX_DIFF_LINES, shown
 
 
 def ansible_diff(before: Any, after: Any) -> list[str]:
-    texts = [json.dumps(each, sort_keys=True, indent=4).splitlines() for each in (before, after)]
+    texts = [json.dumps(views, sort_keys=True, indent=4).splitlines() for views in (before, after)]
     return list(difflib.unified_diff(*texts, n=0, lineterm=""))[2:]
 
 
-def test_the_page_matches_the_results(found: dict[Case, Outcome]) -> None:
-    page = page_text(found)
+def test_the_page_matches_the_results(outcomes: dict[Case, Outcome]) -> None:
+    page = page_text(outcomes)
     if os.environ.get("GROVE_WRITE_DOCS"):
         PAGE.write_text(page)
-    assert PAGE.exists() and PAGE.read_text() == page, f"docs/predictions.md is not what was found: run {COMMAND}"
+    assert PAGE.exists() and PAGE.read_text() == page, f"docs/predictions.md does not match the results: run {COMMAND}"
 
 
 # The page
@@ -186,66 +194,72 @@ In the diffs `…` stands for an id.
 This page also shows where the results are not ideal. Two modules are only partly idempotent: `sandbox_volume` with
 `rollback_to`, and `sandbox_rollback` with `unless_clean: false`, change something on every run. Check mode also cannot
 predict results that only the host knows: whether the `path` of a template exists, whether a build succeeds, and whether
-a jail host must keep a snapshot of a volume because another volume was made from it. In these cases the run is refused
-and changes nothing.
+a jail host must keep a snapshot of a volume because another volume was created from it. In these cases the run is
+refused and changes nothing.
 
 The test generates this page: `{COMMAND}`.
 It fails if its results differ from the page.
 """
 
 
-def page_text(found: dict[Case, Outcome]) -> str:
+def page_text(outcomes: dict[Case, Outcome]) -> str:
     lines = [HEAD]
-    for module in THINGS:
+    for module in RESOURCE_KINDS:
         head = "| options | check mode | run | again | diff |"
         lines += [f"## {module}", "", head, "|---|---|---|---|---|"]
-        lines += [row(each) for case, each in found.items() if case.module == module]
+        lines += [row(outcome) for case, outcome in outcomes.items() if case.module == module]
         lines.append("")
     return "\n".join(lines).rstrip() + "\n"
 
 
-def row(each: Outcome) -> str:
-    again = actions(each.again, each.prefix)
-    if each.case.again:
-        again += f"; {each.case.again}"
-    cells = [each.case.title, actions(each.said, each.prefix), actions(each.done, each.prefix), again, diff(each)]
+def row(outcome: Outcome) -> str:
+    repeated = actions(outcome.repeated, outcome.prefix)
+    if outcome.case.repeated_actions:
+        repeated += f"; {outcome.case.repeated_actions}"
+    cells = [
+        outcome.case.title,
+        actions(outcome.predicted, outcome.prefix),
+        actions(outcome.actual, outcome.prefix),
+        repeated,
+        diff(outcome),
+    ]
     return f"| {' | '.join(cells)} |"
 
 
 def actions(result: Result, prefix: str) -> str:
-    """The names by action."""
-    did: dict[str, list[str]] = {}
+    """Return the actions with the names of their resources, as in the page."""
+    names_by_actions: dict[str, list[str]] = {}
     for outcome in result.get("outcomes", []):
         if outcome["actions"]:
-            did.setdefault(", ".join(outcome["actions"]), []).append(outcome["name"].removeprefix(prefix))
-    said = [f"{verbs} {', '.join(f'`{name}`' for name in names)}" for verbs, names in did.items()]
+            names_by_actions.setdefault(", ".join(outcome["actions"]), []).append(outcome["name"].removeprefix(prefix))
+    parts = [f"{verbs} {', '.join(f'`{name}`' for name in names)}" for verbs, names in names_by_actions.items()]
     if result.get("failed"):
-        said.append(f"refused: {result['failure']['kind']}")
-    return "; ".join(said) or "-"
+        parts.append(f"refused: {result['failure']['kind']}")
+    return "; ".join(parts) or "-"
 
 
-def diff(each: Outcome) -> str:
-    if "diff" not in each.done:
+def diff(outcome: Outcome) -> str:
+    if "diff" not in outcome.actual:
         return "-"
-    before, after = each.done["diff"]["before"], each.done["diff"]["after"]
-    gone, come = [name for name in before if name not in after], [name for name in after if name not in before]
+    before, after = outcome.actual["diff"]["before"], outcome.actual["diff"]["after"]
+    removed, added = [name for name in before if name not in after], [name for name in after if name not in before]
     changes = [
-        f"`{name}`: {key} {plain_value(then)} → {plain_value(now)}"
+        f"`{name}`: {key} {plain_value(old)} → {plain_value(new)}"
         for name in before
         if name in after
-        for key, then, now in differences(before[name], after[name])
+        for key, old, new in differences(before[name], after[name])
     ]
-    shown = [*[f"- `{name}`" for name in gone], *changes, *[f"+ `{name}`" for name in come]]
-    return remove_changing_parts("; ".join(shown), each.prefix) or "-"
+    lines = [*[f"- `{name}`" for name in removed], *changes, *[f"+ `{name}`" for name in added]]
+    return remove_changing_parts("; ".join(lines), outcome.prefix) or "-"
 
 
-def differences(before: Any, after: Any, place: str = "") -> Iterator[tuple[str, Any, Any]]:
-    """Each leaf that differs: its path, the old and the new value; None for a missing one."""
+def differences(before: Any, after: Any, path: str = "") -> Iterator[tuple[str, Any, Any]]:
+    """Yield the path, the old and the new value of each leaf that differs. A missing value is None."""
     if isinstance(before, dict) and isinstance(after, dict):
         for key in [*before, *(key for key in after if key not in before)]:
-            yield from differences(before.get(key), after.get(key), f"{place}.{key}" if place else key)
+            yield from differences(before.get(key), after.get(key), f"{path}.{key}" if path else key)
     elif before != after:
-        yield place, before, after
+        yield path, before, after
 
 
 def plain_value(value: Any) -> str:

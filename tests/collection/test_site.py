@@ -1,4 +1,4 @@
-"""`./dev docs` builds one site from the guides and the reference."""
+"""Test that `./dev docs` builds a site from the guides and the reference."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ REFERENCE = [
 
 @pytest.fixture(scope="module")
 def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Build it; a warning (for example about a broken link) is an error."""
+    """The built site. Any warning during the build, for example about a broken link, is an error."""
     path = tmp_path_factory.mktemp("docs") / "site"
     argv = [str(session.REPOSITORY / "dev"), "docs", str(path)]
-    done = subprocess.run(argv, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=600, check=False)
-    assert done.returncode == 0, (done.stdout + done.stderr)[-4000:]
+    result = subprocess.run(argv, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=600, check=False)
+    assert result.returncode == 0, (result.stdout + result.stderr)[-4000:]
     return path
 
 
@@ -34,13 +34,13 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_every_page_has_a_title_and_a_link(site: Path, page: str) -> None:
     text = (site / f"{page}.html").read_text()
     (title,) = re.findall(r"<h1>(.*?)<a class=", text, re.DOTALL)
-    words = html.unescape(re.sub("<.*?>", "", title))
+    title_text = html.unescape(re.sub("<.*?>", "", title))
     source = session.REPOSITORY / "docs" / f"{Path(page).name}.md"
-    wanted = source.read_text().splitlines()[0].removeprefix("# ") if page.startswith("guides/") else "grove.sandbox."
-    assert words.startswith(wanted.replace("`", ""))
-    start = (site / "index.html").read_text()
+    expected = source.read_text().splitlines()[0].removeprefix("# ") if page.startswith("guides/") else "grove.sandbox."
+    assert title_text.startswith(expected.replace("`", ""))
+    start_page = (site / "index.html").read_text()
     index = (site / "reference" / "index.html").read_text()
-    assert f'href="{page}.html' in start or f'href="{Path(page).name}.html' in index
+    assert f'href="{page}.html' in start_page or f'href="{Path(page).name}.html' in index
 
 
 def test_guides_link_to_each_other_within_the_site(site: Path) -> None:
@@ -51,11 +51,11 @@ def test_guides_link_to_each_other_within_the_site(site: Path) -> None:
 
 def test_options_and_returned_values_are_in_the_reference(site: Path) -> None:
     text = (site / "reference" / "sandbox_fork_module.html").read_text()
-    for word in ("parameter-name_prefix", "parameter-gateway_url", "return-outcomes", "attribute-check_mode"):
-        assert f'id="{word}"' in text, word
+    for element_id in ("parameter-name_prefix", "parameter-gateway_url", "return-outcomes", "attribute-check_mode"):
+        assert f'id="{element_id}"' in text, element_id
 
 
 def test_the_site_loads_nothing_external(site: Path) -> None:
     for page in site.rglob("*.html"):
-        loaded = re.findall(r'<(?:script|img|link)\b[^>]*?(?:src|href)="([^"]+)"', page.read_text())
-        assert not [url for url in loaded if re.match(r"(https?:)?//", url)], page
+        urls = re.findall(r'<(?:script|img|link)\b[^>]*?(?:src|href)="([^"]+)"', page.read_text())
+        assert not [url for url in urls if re.match(r"(https?:)?//", url)], page

@@ -1,4 +1,4 @@
-"""The playbooks about volumes, on a live gateway: each runs twice, and the second run changes nothing."""
+"""Test the playbooks about volumes with a live gateway: each runs twice, and the second run changes nothing."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from tests.support.roles import environment
 
 
 def run_play(name: str, gateway: Gateway, template: str, scratch: Path) -> tuple[str, int]:
-    """Run the play. Returns its output and the number of tasks that changed something."""
+    """Run a playbook. Returns its output and the number of changed tasks."""
     options = ["-e", f"volumes_socket={gateway.socket}", "-e", f"volumes_template={template}"]
-    done = subprocess.run(
+    result = subprocess.run(
         [ansible_playbook(), f"grove.sandbox.{name}", *options],
         capture_output=True,
         text=True,
@@ -25,24 +25,24 @@ def run_play(name: str, gateway: Gateway, template: str, scratch: Path) -> tuple
         env=environment(scratch),
         check=False,
     )
-    recap = re.search(r"changed=(\d+)", done.stdout)
-    assert done.returncode == 0 and recap, done.stdout + done.stderr
-    return done.stdout, int(recap[1])
+    recap = re.search(r"changed=(\d+)", result.stdout)
+    assert result.returncode == 0 and recap, result.stdout + result.stderr
+    return result.stdout, int(recap[1])
 
 
 @pytest.fixture
 def clean(shared_gateway: Gateway, template: str, tmp_path: Path) -> Iterator[None]:
     yield
     run_play("volumes_clean", shared_gateway, template, tmp_path)
-    left = shared_gateway.client.get("/volumes").json()
-    assert not {volume["name"] for volume in left}.intersection({"code", "dataset", "dataset-next", "cache"})
+    remaining = shared_gateway.client.get("/volumes").json()
+    assert not {volume["name"] for volume in remaining}.intersection({"code", "dataset", "dataset-next", "cache"})
     assert run_play("volumes_clean", shared_gateway, template, tmp_path)[1] == 0
 
 
 @pytest.mark.parametrize("name", ["volumes_shared", "volumes_dataset", "volumes_cache"])
 @pytest.mark.usefixtures("clean")
 def test_each_playbook_is_idempotent(name: str, shared_gateway: Gateway, template: str, tmp_path: Path) -> None:
-    said, changed = run_play(name, shared_gateway, template, tmp_path)
-    assert changed > 3, said
-    said, changed = run_play(name, shared_gateway, template, tmp_path)
-    assert changed == 0, said
+    output, changed = run_play(name, shared_gateway, template, tmp_path)
+    assert changed > 3, output
+    output, changed = run_play(name, shared_gateway, template, tmp_path)
+    assert changed == 0, output

@@ -1,4 +1,4 @@
-"""The engine's suite runs on every kind of host, which declares its features in ``abilities``."""
+"""Fixtures that run the tests of the engine on every kind of host, which declares its features in ``abilities``."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ KINDS = ("kvm_xfs", "jail_zfs")
 
 @pytest.fixture(scope="session", params=KINDS)
 def world(request: pytest.FixtureRequest) -> World:
-    found: World = request.getfixturevalue(f"{request.param}_world")
-    return found
+    world: World = request.getfixturevalue(f"{request.param}_world")
+    return world
 
 
 @pytest.fixture(scope="session")
@@ -29,7 +29,7 @@ def _shared(world: World) -> Iterator[Live]:
 
 @pytest.fixture
 def live(_shared: Live, world: World) -> Iterator[Live]:
-    """The engine that tests share, empty before and after each; a test fails if it leaves anything on the machine."""
+    """An engine that all tests share and that is emptied after each. A test fails if it leaves anything behind."""
     before = world.traces(_shared.config)
     yield _shared
     _shared.remove_all()
@@ -38,13 +38,13 @@ def live(_shared: Live, world: World) -> Iterator[Live]:
 
 @pytest.fixture
 def make_live(world: World) -> Iterator[Callable[..., Live]]:
-    """Engines with their own state: see ``engines``."""
+    """A function that opens engines with their own state: see ``engines``."""
     with engines(world) as make_live:
         yield make_live
 
 
 @pytest.fixture
 def with_memory(world: World) -> None:
-    """For tests of live memory."""
+    """Skip tests of captured memory on hosts that do not support it."""
     if not world.abilities.memory:
         pytest.skip(f"{world.kind} declares that it captures no memory")

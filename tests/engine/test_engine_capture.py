@@ -1,4 +1,4 @@
-"""Capture: snapshots that do not depend on their source."""
+"""Captures create snapshots that do not depend on their source."""
 
 from __future__ import annotations
 
@@ -90,7 +90,9 @@ def test_deleting_a_snapshot_in_use_names_its_users(live: Live, source: str) -> 
         live.engine.snapshots.get("used")
 
 
-def test_when_unused_hides_now_and_removes_with_the_last_user(live: Live, source: str, world: World) -> None:
+def test_a_snapshot_deleted_when_unused_is_hidden_until_its_last_user_is_removed(
+    live: Live, source: str, world: World
+) -> None:
     before = world.traces(live.config)["snapshots"]
     live.do(live.engine.snapshots.create(source, name="going"))
     live.do(live.engine.forks.create("going", ForkSpec(names=["user"])))

@@ -1,6 +1,6 @@
-"""The gateway is killed in the middle of each verb: afterwards each object is complete or does not exist.
+"""If the gateway is killed during an operation, each object is afterwards complete or does not exist.
 
-By default it is killed at a few steps, spread over each verb; GROVE_CRASH_POINTS=all tries every step.
+By default, each operation is killed at a few steps, spread over it; with GROVE_CRASH_POINTS=all, at every step.
 """
 
 from __future__ import annotations
@@ -23,26 +23,26 @@ from tests.support.worlds import TEMPLATE, World
 
 POINTS = os.environ.get("GROVE_CRASH_POINTS", "3")
 QMP_VERBS = {"capture", "clone", "capture-with-volumes", "pause"}
-"""They stop a machine whose memory a snapshot holds."""
+"""The operations that capture a machine's memory, and therefore send commands to QEMU."""
 
 
-class Scene:
-    """A settled state that all verbs start from; no gateway runs except those that are opened explicitly."""
+class Scenario:
+    """A state that all operations start from. A gateway runs only inside ``opened``."""
 
-    def __init__(self, world: World, settle: Callable[[Live], None]) -> None:
+    def __init__(self, world: World, prepare: Callable[[Live], None]) -> None:
         self.world = world
-        self._settle = settle
+        self._prepare = prepare
         self._runner = Runner(world.factory)
         self._config: Config | None = None
 
     @contextlib.contextmanager
-    def settled(self) -> Iterator[None]:
-        """Provides the state to a verb, which must restore it; after a failure, the state is created again."""
+    def prepared(self) -> Iterator[None]:
+        """Prepare the state. The caller must restore it; after a failure, it is created again."""
         try:
             if self._config is None:
                 self._config = self.world.config()
                 with self.opened() as live:
-                    self._settle(live)
+                    self._prepare(live)
             yield
         except BaseException:
             self.close()
@@ -66,24 +66,24 @@ class Scene:
             self._config = None
 
     def run(self, verb: str, fatal: int, path: Path) -> tuple[int, str]:
-        """The result of a verb that is killed at a step (0: not killed), and its output."""
+        """Run a verb, and kill it at the step ``fatal`` (0: never). Return its exit code and its output."""
         assert self._config is not None
         return self._runner.run(self._config, verb, fatal, path), path.read_text()
 
 
-def _create_scene(world: World, settle: Callable[[Live], None]) -> Iterator[Scene]:
-    scene = Scene(world, settle)
-    yield scene
-    scene.close()
+def _create_scenario(world: World, prepare: Callable[[Live], None]) -> Iterator[Scenario]:
+    scenario = Scenario(world, prepare)
+    yield scenario
+    scenario.close()
 
 
 @pytest.fixture(scope="module")
-def settled(world: World) -> Iterator[Scene]:
-    """A running source and its snapshot, a paused sandbox, and spare objects."""
-    yield from _create_scene(world, settle)
+def sandbox_scenario(world: World) -> Iterator[Scenario]:
+    """A scenario with a running source, its snapshot, a paused sandbox, and spare objects."""
+    yield from _create_scenario(world, prepare)
 
 
-def settle(live: Live) -> None:
+def prepare(live: Live) -> None:
     live.do(live.engine.forks.create(TEMPLATE, ForkSpec(names=["source"])))
     live.shell("source", "echo kept >/root/kept")
     live.do(live.engine.snapshots.create("source", name="mark"))
@@ -93,20 +93,22 @@ def settle(live: Live) -> None:
 
 
 def check_lineage(live: Live, when: str) -> None:
-    """Every parent of a snapshot or sandbox exists."""
+    """Check that every parent of a snapshot or sandbox exists."""
     snapshots, sandboxes = live.engine.index.snapshots, live.engine.index.sandboxes
     parents = {each.parent for each in snapshots.values() if each.parent}
     assert parents | {each.head for each in sandboxes.values()} <= snapshots.keys(), when
 
 
-def chosen(steps: int, qmp: list[int]) -> list[int]:
-    """POINTS steps spread over a verb; a command to QEMU, if there is one, replaces the nearest of these steps."""
+def choose_steps(steps: int, qmp: list[int]) -> list[int]:
+    """Return POINTS steps that are spread over a verb. At least one of them is a command to QEMU, if there are any."""
     count = int(POINTS)
-    spread = {1 + int((point + 0.5) / count * steps) for point in range(count)}
-    if qmp and not spread & {*qmp}:
-        command, near = min(((each, step) for each in qmp for step in spread), key=lambda pair: abs(pair[0] - pair[1]))
-        spread = spread - {near} | {command}
-    return sorted(spread)
+    chosen_steps = {1 + int((point + 0.5) / count * steps) for point in range(count)}
+    if qmp and not chosen_steps & {*qmp}:
+        command, nearest = min(
+            ((each, step) for each in qmp for step in chosen_steps), key=lambda pair: abs(pair[0] - pair[1])
+        )
+        chosen_steps = chosen_steps - {nearest} | {command}
+    return sorted(chosen_steps)
 
 
 Check = Callable[[Live, World, str], None]
@@ -114,39 +116,41 @@ Restore = Callable[[Live], None]
 
 
 @pytest.mark.parametrize("verb", VERBS)
-def test_a_killed_verb_leaves_no_partial_object(verb: str, settled: Scene, tmp_path: Path) -> None:
-    kill_everywhere(verb, settled, tmp_path / "said", check, restore)
+def test_a_killed_operation_leaves_no_partial_object(verb: str, sandbox_scenario: Scenario, tmp_path: Path) -> None:
+    kill_at_each_step(verb, sandbox_scenario, tmp_path / "output", check, restore)
 
 
-def kill_everywhere(verb: str, scene: Scene, path: Path, check: Check, restore: Restore) -> None:
-    with scene.settled():
-        steps, qmp = rehearse(verb, scene, path, restore)
-        assert steps > 0, "nothing was counted, so nothing would be killed"
-        assert bool(qmp) == (scene.world.abilities.memory and verb in QMP_VERBS), f"{verb}: {qmp} of {steps} are QMP's"
-        wanted = range(1, steps + 1) if POINTS == "all" else chosen(steps, qmp)
+def kill_at_each_step(verb: str, scenario: Scenario, path: Path, check: Check, restore: Restore) -> None:
+    with scenario.prepared():
+        steps, qmp = run_undisturbed(verb, scenario, path, restore)
+        assert steps > 0, "no steps were counted, so the verb would never be killed"
+        assert bool(qmp) == (scenario.world.abilities.memory and verb in QMP_VERBS), (
+            f"{verb}: {qmp} of {steps} steps are QMP commands"
+        )
+        steps_to_kill = range(1, steps + 1) if POINTS == "all" else choose_steps(steps, qmp)
         killed = 0
-        for fatal in wanted:
-            code, said = scene.run(verb, fatal, path)
-            assert code in (0, KILLED), said[-3000:]
+        for step in steps_to_kill:
+            code, output = scenario.run(verb, step, path)
+            assert code in (0, KILLED), output[-3000:]
             killed += code == KILLED
-            with scene.opened() as live:
-                check(live, scene.world, f"{verb} killed at step {fatal} of {steps}")
+            with scenario.opened() as live:
+                check(live, scenario.world, f"{verb} killed at step {step} of {steps}")
                 restore(live)
-        assert killed > 0, f"{verb} was never killed: it ended before each of the steps {list(wanted)}"
+        assert killed > 0, f"{verb} was never killed: it ended before each of the steps {list(steps_to_kill)}"
 
 
-def rehearse(verb: str, scene: Scene, path: Path, restore: Restore) -> tuple[int, list[int]]:
-    """Run the verb undisturbed. Returns the number of its steps, and which are QMP commands; the state is restored."""
-    code, said = scene.run(verb, 0, path)
-    assert code == 0, said[-3000:]
-    with scene.opened() as live:
+def run_undisturbed(verb: str, scenario: Scenario, path: Path, restore: Restore) -> tuple[int, list[int]]:
+    """Run the verb without killing it, and restore the state. Return the number of steps, and the QMP commands."""
+    code, output = scenario.run(verb, 0, path)
+    assert code == 0, output[-3000:]
+    with scenario.opened() as live:
         restore(live)
-    found = json.loads(said.splitlines()[-1])
-    return found["steps"], found["qmp"]
+    result = json.loads(output.splitlines()[-1])
+    return result["steps"], result["qmp"]
 
 
 def check(live: Live, world: World, when: str) -> None:
-    """Everything that must remain is there; new objects are complete; there is nothing unknown."""
+    """Check that everything that must remain exists, that new objects are complete, and that nothing else exists."""
     sandboxes = {sandbox.name: sandbox for sandbox in live.engine.sandboxes.list()}
     assert {"source", "sleeper"} <= sandboxes.keys(), when
     snapshots = {name for snapshot in live.engine.snapshots.list() for name in snapshot.names}
@@ -166,7 +170,7 @@ def check(live: Live, world: World, when: str) -> None:
 
 
 def restore(live: Live) -> None:
-    """Restore the state from before the verb."""
+    """Restore the state that existed before the verb."""
     engine = live.engine
     present = {sandbox.name for sandbox in engine.sandboxes.list()}
     for name in {"new", "new2"} & present:
@@ -188,12 +192,12 @@ def restore(live: Live) -> None:
 
 
 @pytest.fixture(scope="module")
-def settled_volumes(world: World) -> Iterator[Scene]:
-    """A running source with two volumes, a snapshot that holds one of them, and two unused volumes."""
-    yield from _create_scene(world, settle_volumes)
+def volume_scenario(world: World) -> Iterator[Scenario]:
+    """A scenario with a running source with two volumes, a snapshot of it with one of them, and two unused volumes."""
+    yield from _create_scenario(world, prepare_volumes)
 
 
-def settle_volumes(live: Live) -> None:
+def prepare_volumes(live: Live) -> None:
     for name in ("one", "two", "idle", "spare"):
         live.do(live.engine.volumes.create(name, 64))
     live.do(
@@ -210,7 +214,7 @@ MOUNTED = ("one", "two")
 
 
 def prepare_unused_volume(live: Live) -> None:
-    """Create a volume that holds "after", and a snapshot of it that holds "before"."""
+    """Create a volume that contains "after", and a snapshot of it that contains "before"."""
     live.do(live.engine.attachments.attach("source", MountSpec("idle", "/idle")))
     if not live.engine.volumes.list_snapshots("idle"):
         live.shell("source", "echo before >/idle/kept && sync")
@@ -220,13 +224,14 @@ def prepare_unused_volume(live: Live) -> None:
 
 
 @pytest.mark.parametrize("verb", VOLUME_VERBS)
-def test_a_killed_volume_verb_leaves_no_partial_object(verb: str, settled_volumes: Scene, tmp_path: Path) -> None:
-    kill_everywhere(verb, settled_volumes, tmp_path / "said", check_volumes, restore_volumes)
+def test_a_killed_volume_operation_leaves_no_partial_object(
+    verb: str, volume_scenario: Scenario, tmp_path: Path
+) -> None:
+    kill_at_each_step(verb, volume_scenario, tmp_path / "output", check_volumes, restore_volumes)
 
 
 def check_volumes(live: Live, world: World, when: str) -> None:
-    """Check that the mounts match the records exactly, and that each volume and snapshot is complete or does not
-    exist."""
+    """Check that the mounts match the records, and that each volume and snapshot is complete or does not exist."""
     engine = live.engine
     volumes = {each.name: each for each in engine.volumes.list()}
     by_id = {each.id: each for each in volumes.values()}
@@ -234,28 +239,28 @@ def check_volumes(live: Live, world: World, when: str) -> None:
     assert live.sandbox("source").state is SandboxState.RUNNING, when
     mounted = {by_id[mount.volume].name: mount.path for mount in live.sandbox("source").mounts}
     assert mounted.get("one") == "/one" and mounted.keys() <= {"one", "two", "idle"}, when
-    wanted = {name: {"idle": ("before", "after")}.get(name, (name,)) for name in mounted}
+    expected = {name: {"idle": ("before", "after")}.get(name, (name,)) for name in mounted}
     names = ("one", "two", "idle")
-    look = f"for name in {' '.join(names)}; do echo $name:$(cat /$name/kept 2>/dev/null); done"
+    command = f"for name in {' '.join(names)}; do echo $name:$(cat /$name/kept 2>/dev/null); done"
 
     def all_present() -> bool:
-        found = dict(line.split(":") for line in live.shell("source", look).split())
-        return all(found[name] in wanted.get(name, ("",)) for name in names)
+        contents = dict(line.split(":") for line in live.shell("source", command).split())
+        return all(contents[name] in expected.get(name, ("",)) for name in names)
 
     eventually(all_present)
     write = " && ".join(f"echo here >/{name}/written" for name in mounted)
-    room = int(live.shell("source", f"{write} && sync && df --output=size -BM /one | tail -n 1 | tr -d M"))
-    assert 0.75 < room / volumes["one"].size_mb <= 1, (when, room)
+    capacity = int(live.shell("source", f"{write} && sync && df --output=size -BM /one | tail -n 1 | tr -d M"))
+    assert 0.75 < capacity / volumes["one"].size_mb <= 1, (when, capacity)
     if "new" in volumes and volumes["new"].from_snapshot:
-        assert content(live, "new") == "before", when
-    assert content(live, "idle") in ("before", "after"), when
+        assert read_contents(live, "new") == "before", when
+    assert read_contents(live, "idle") in ("before", "after"), when
     assert [each.name for each in engine.volumes.list_snapshots("idle")] == ["before"], when
     if "spare" in volumes:
         assert [each.name for each in engine.volumes.list_snapshots("spare")] == ["before"], when
     for each in engine.volumes.list_snapshots("one"):
         if each.name == "new":
-            engine_made = live.do(engine.volumes.create("probe", from_snapshot=each.id))
-            assert content(live, engine_made.name) == "one", when
+            probe = live.do(engine.volumes.create("probe", from_snapshot=each.id))
+            assert read_contents(live, probe.name) == "one", when
             live.do(engine.volumes.delete("probe"))
     snapshots = {each.id: each for each in engine.snapshots.list()}
     captures = {each.id for name in MOUNTED for each in engine.volumes.list_snapshots(name) if each.sandbox_snapshot}
@@ -265,27 +270,27 @@ def check_volumes(live: Live, world: World, when: str) -> None:
     forks = {each.id: each for each in engine.sandboxes.list() if each.name.startswith("fork")}
     assert owners == forks.keys(), when
     for fork in forks.values():
-        assert write_and_check(live, fork.id, "/one") == "one", when
+        assert read_kept(live, fork.id, "/one") == "one", when
     live.wait_for(world.check_no_strays, engine, live.config, when)
 
 
-def write_and_check(live: Live, ref: str, place: str) -> str:
-    return live.shell(ref, f"cat {place}/kept 2>/dev/null || true").strip()
+def read_kept(live: Live, ref: str, path: str) -> str:
+    return live.shell(ref, f"cat {path}/kept 2>/dev/null || true").strip()
 
 
-def content(live: Live, name: str) -> str:
-    """The content of a volume, read from a sandbox that has it mounted, or from a temporary mount."""
+def read_contents(live: Live, name: str) -> str:
+    """Return the contents of a volume, read in a sandbox that mounts it or from a temporary mount."""
     volume = live.engine.volumes.get(name)
     for sandbox, mount in live.engine.volumes.mounts_of(volume):
-        return write_and_check(live, sandbox.id, mount.path)
+        return read_kept(live, sandbox.id, mount.path)
     live.do(live.engine.attachments.attach("source", MountSpec(name, "/probe", read_only=True)))
-    found = write_and_check(live, "source", "/probe")
+    contents = read_kept(live, "source", "/probe")
     live.do(live.engine.attachments.detach("source", name))
-    return found
+    return contents
 
 
 def restore_volumes(live: Live) -> None:
-    """Restore the state from before the verb."""
+    """Restore the state that existed before the verb."""
     engine = live.engine
     for sandbox in engine.sandboxes.list():
         if sandbox.name.startswith("fork"):

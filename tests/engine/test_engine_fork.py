@@ -1,4 +1,4 @@
-"""Fork: siblings that share a past and nothing else."""
+"""Forks of a snapshot share their past, and nothing else."""
 
 from __future__ import annotations
 
@@ -14,7 +14,8 @@ from sandbox_gateway.records import SandboxState
 from tests.support.live import Live
 from tests.support.worlds import TEMPLATE, World
 
-# A process that counts in memory and reports on request: cheap, since every instruction is emulated on some machines.
+# A process that counts in memory and writes the count to a file. It must be cheap, because some machines emulate every
+# instruction.
 COUNTER = """
 import os, time
 count = 0
@@ -32,7 +33,7 @@ def read_counter(live: Live, ref: str) -> int:
     return int(live.shell(ref, "cat /run/counter"))
 
 
-def test_a_created_sandbox_answers_under_its_name(live: Live) -> None:
+def test_a_created_sandbox_can_be_used_by_its_name(live: Live) -> None:
     sandbox = live.do(live.engine.forks.create(TEMPLATE, ForkSpec(names=["first"], metadata={"team": "a"})))
     assert live.shell("first", "hostname").strip() == "first"
     assert live.shell(sandbox.id, "id -u").strip() == "0"
@@ -114,13 +115,13 @@ def test_a_smaller_disk_is_refused(live: Live) -> None:
 
 
 @pytest.mark.parametrize("count", [0, -1, 1001])
-def test_impossible_counts_are_refused(live: Live, count: int) -> None:
+def test_invalid_counts_are_refused(live: Live, count: int) -> None:
     with pytest.raises(Invalid, match="1 to 1000"):
         live.do(live.engine.forks.fork(TEMPLATE, ForkSpec(count=count)))
 
 
 @pytest.mark.parametrize("name", ["", "-a", "a b", "ü", "x" * 65, "x" * 10_000, "a/b", "../a"])
-def test_impossible_names_are_refused(live: Live, name: str) -> None:
+def test_invalid_names_are_refused(live: Live, name: str) -> None:
     with pytest.raises(Invalid, match="is not allowed") as refusal:
         live.do(live.engine.forks.fork(TEMPLATE, ForkSpec(names=[name])))
     assert len(refusal.value.message) < 300
@@ -153,16 +154,16 @@ def test_the_number_of_sandboxes_is_limited(make_live: Any) -> None:
 
 
 def fail_on_nth_fork(live: Live, nth: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let the host's n-th fork fail after it has started its machine."""
-    real = live.engine.host.fork
+    """Make the host's n-th fork fail after its machine has started."""
+    original_fork = live.engine.host.fork
     calls = 0
 
     async def failing_fork(*args: Any, **kwargs: Any) -> None:
         nonlocal calls
         calls += 1
-        mine = calls
-        await real(*args, **kwargs)
-        if mine == nth:
+        call = calls
+        await original_fork(*args, **kwargs)
+        if call == nth:
             raise BackendFailed("forced")
 
     monkeypatch.setattr(live.engine.host, "fork", failing_fork)
@@ -184,8 +185,8 @@ def test_a_failure_in_the_seventh_of_ten_clones_leaves_nothing(
 
 def test_best_effort_returns_the_successful_forks(live: Live, monkeypatch: pytest.MonkeyPatch) -> None:
     fail_on_nth_fork(live, 2, monkeypatch)
-    answers = live.do(live.engine.forks.fork(TEMPLATE, ForkSpec(count=3, atomic=False)))
-    assert sum(isinstance(answer, BackendFailed) for answer in answers) == 1
+    results = live.do(live.engine.forks.fork(TEMPLATE, ForkSpec(count=3, atomic=False)))
+    assert sum(isinstance(result, BackendFailed) for result in results) == 1
     assert len(live.engine.sandboxes.list()) == 2
 
 
@@ -218,15 +219,15 @@ def test_a_clones_capture_is_removed_with_the_last_clone(live: Live, world: Worl
 
 
 def test_progress_is_reported(live: Live) -> None:
-    async def watch() -> list[int]:
-        told = []
+    async def collect_progress() -> list[int]:
+        progress = []
         with live.engine.events.subscribed() as events:
             fork = asyncio.create_task(live.engine.forks.fork(TEMPLATE, ForkSpec(count=2, operation="abc")))
-            while len(told) < 2:
+            while len(progress) < 2:
                 event = await events.get()
                 if event.type == "fork.progress" and event.data["operation"] == "abc":
-                    told.append(event.data["done"])
+                    progress.append(event.data["done"])
         await fork
-        return told
+        return progress
 
-    assert live.do(watch()) == [1, 2]
+    assert live.do(collect_progress()) == [1, 2]

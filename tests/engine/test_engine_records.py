@@ -1,4 +1,4 @@
-"""Records: the index changes after the host has committed, and lineage survives deletions. Uses the host in memory."""
+"""The index changes only after the host has committed, and lineage survives deletions. Uses an in-memory host."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ from tests.support.live import Live
 
 
 class FaultyHost(MemoryHost):
-    """While ``broken``, no record can be saved; ``kept`` names snapshots that cannot be removed."""
+    """A host that cannot save records while ``broken``, or remove the snapshots in ``unremovable``."""
 
     def __init__(self) -> None:
         super().__init__()
         self.broken = self.broken_snapshots = False
-        self.kept: set[str] = set()
+        self.unremovable: set[str] = set()
         self.log: list[tuple[str, str]] = []
-        """(method, id) of saved and removed snapshots and sandboxes."""
+        """The saves and removals, as ``(method, id)``."""
 
     async def save(self, sandbox: Sandbox) -> None:
         self._require_working()
@@ -42,13 +42,13 @@ class FaultyHost(MemoryHost):
         await super().save_snapshot(snapshot)
 
     async def remove_snapshot(self, snapshot: Snapshot) -> None:
-        if snapshot.id in self.kept:
+        if snapshot.id in self.unremovable:
             raise BackendFailed("forced")
         self.log.append(("remove_snapshot", snapshot.id))
         await super().remove_snapshot(snapshot)
 
-    def _require_working(self, also: bool = False) -> None:
-        if self.broken or also:
+    def _require_working(self, is_broken: bool = False) -> None:
+        if self.broken or is_broken:
             raise BackendFailed("forced")
 
 
@@ -138,18 +138,18 @@ def test_a_failed_save_leaves_the_record_unchanged(live: Live, host: FaultyHost,
         assert live.engine.sandboxes.get("box").name == "box"
 
 
-def test_the_end_of_a_machine_is_recorded_even_if_the_save_fails(live: Live, host: FaultyHost) -> None:
+def test_a_stopped_machine_is_recorded_even_if_the_save_fails(live: Live, host: FaultyHost) -> None:
     host.broken = True
     live.call(host._exit, live.sandbox("box").instance)
     _wait_until(lambda: live.sandbox("box").state is SandboxState.PAUSED)
     host.broken = False
     live.do(live.engine.sandboxes.update("box", metadata={"a": "b"}))
-    saved = host.saved[live.sandbox("box").id]
-    assert saved.state is SandboxState.PAUSED and saved.state_reason, "the next save includes it"
+    record = host.saved[live.sandbox("box").id]
+    assert record.state is SandboxState.PAUSED and record.state_reason, "the next save does not include the stop"
 
 
 def test_a_failed_save_of_a_clones_snapshot_keeps_its_volumes(live: Live, host: FaultyHost) -> None:
-    """The collector removes the snapshots of volumes first; the record follows, or remains unchanged."""
+    """The collector removes the snapshots of volumes, and then updates the record if it can be saved."""
     live.do(_mount_volume(live.engine))
     spec = ForkSpec(names=["fork"], mounts=[MountSpec("data", "/data", clone=True)])
     host.broken_snapshots = True
@@ -205,7 +205,7 @@ def test_a_hidden_snapshots_descendants_take_its_place(live: Live) -> None:
 
 
 def test_descendants_are_saved_before_the_snapshot_is_removed(live: Live, host: FaultyHost) -> None:
-    """A crash in between leaves a complete tree."""
+    """In this order, a crash in between leaves a complete tree."""
     _create_chain(live, "one", "two", "three")
     removed, child = live.engine.snapshots.get("two").id, live.engine.snapshots.get("three").id
     host.log.clear()
@@ -222,7 +222,7 @@ def test_a_failed_deletion_leaves_the_tree_unchanged(live: Live, host: FaultyHos
     assert _records(live.engine) == before
     live.do(live.engine.sandboxes.delete("fork"))
     before = _records(live.engine)
-    host.kept = {live.engine.snapshots.get(name).id for name in ("two", "three")}
+    host.unremovable = {live.engine.snapshots.get(name).id for name in ("two", "three")}
     for name in ("two", "three"):
         with pytest.raises(BackendFailed):
             live.do(live.engine.snapshots.delete(name))
@@ -230,7 +230,7 @@ def test_a_failed_deletion_leaves_the_tree_unchanged(live: Live, host: FaultyHos
 
 
 def test_a_full_disk_does_not_prevent_a_deletion(live: Live, host: FaultyHost) -> None:
-    """No record can be written on a full disk, but a deletion makes room."""
+    """A full disk prevents writing records, but a deletion frees space."""
     _create_chain(live, "one", "two", "three")
     one, two = (live.engine.snapshots.get(name).id for name in ("one", "two"))
     host.broken = True
@@ -238,7 +238,7 @@ def test_a_full_disk_does_not_prevent_a_deletion(live: Live, host: FaultyHost) -
     assert one not in live.engine.index.snapshots
     assert live.engine.snapshots.get("two").parent == one
     (root,) = live.engine.index.lineage()
-    assert two in str(root), "it hangs below the template instead"
+    assert two in str(root), "it is not shown below the template"
 
 
 def test_adjacent_snapshots_removed_together_leave_no_dangling_parent(live: Live) -> None:
@@ -264,24 +264,24 @@ def test_adjacent_snapshots_collected_together_leave_no_dangling_parent(live: Li
 
 def test_an_extended_sandbox_keeps_running_while_another_expires(live: Live, host: FaultyHost) -> None:
     live.do(live.engine.forks.create("base", ForkSpec(names=["other"])))
-    removed = host.remove
-    began, goes_on = asyncio.Event(), asyncio.Event()
+    original_remove = host.remove
+    removal_started, may_continue = asyncio.Event(), asyncio.Event()
 
     async def remove_slowly(sandbox: Sandbox) -> None:
-        began.set()
-        await goes_on.wait()
-        await removed(sandbox)
+        removal_started.set()
+        await may_continue.wait()
+        await original_remove(sandbox)
 
     async def expire() -> set[str]:
         host.remove = remove_slowly  # type: ignore[method-assign]
         for name in ("box", "other"):
             await live.engine.sandboxes.set_timeout(name, 0)
-        await asyncio.wait_for(began.wait(), 20)
+        await asyncio.wait_for(removal_started.wait(), 20)
         for name in ("box", "other"):
-            # One of them is locked: it is being removed.
+            # One of the two is locked, because it is being removed.
             with contextlib.suppress(asyncio.TimeoutError):
                 await asyncio.wait_for(live.engine.sandboxes.set_timeout(name, 600), 0.2)
-        goes_on.set()
+        may_continue.set()
         await asyncio.sleep(1)
         return {each.name for each in live.engine.sandboxes.list()}
 

@@ -1,4 +1,4 @@
-"""A new machine under the same identity: rollback, promote, pause, resume, timeouts."""
+"""Operations that stop or replace a sandbox's machine: rollback, promote, pause, resume and timeouts."""
 
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ def test_rollback_restores_files_and_keeps_the_id(live: Live, source: str) -> No
     assert not live.do(live.engine.sandboxes.has_diverged(source))
     live.shell(source, "echo bad >/root/state")
     assert live.do(live.engine.sandboxes.has_diverged(source))
-    rolled = live.do(live.engine.sandboxes.rollback(source, "good"))
-    assert rolled.id == id
+    sandbox = live.do(live.engine.sandboxes.rollback(source, "good"))
+    assert sandbox.id == id
     assert live.shell(source, "cat /root/state").strip() == "good"
     assert live.shell(source, "hostname").strip() == source
     assert live.sandbox(source).head == live.engine.snapshots.get("good").id
@@ -38,11 +38,11 @@ def test_rollback_restores_files_and_keeps_the_id(live: Live, source: str) -> No
 
 
 def test_a_sandbox_removed_during_a_lookup_is_not_an_internal_error(live: Live, source: str) -> None:
-    engine, seen = live.engine, live.sandbox(source)
+    engine, sandbox = live.engine, live.sandbox(source)
     live.do(engine.sandboxes.delete(source))
-    for question in (engine.host.has_diverged(seen, engine.snapshots.get(seen.head)), engine.host.usage(seen)):
+    for lookup in (engine.host.has_diverged(sandbox, engine.snapshots.get(sandbox.head)), engine.host.usage(sandbox)):
         with pytest.raises(GatewayError):
-            live.do(question)
+            live.do(lookup)
 
 
 @pytest.mark.usefixtures("with_memory")
@@ -71,7 +71,7 @@ def test_rollback_to_an_older_snapshot_keeps_newer_ones(live: Live, source: str)
     assert live.engine.snapshots.get("again").parent == live.engine.snapshots.get("old").id
 
 
-def test_rollback_to_another_sandboxs_snapshot(live: Live, source: str) -> None:
+def test_a_sandbox_can_be_rolled_back_to_the_snapshot_of_another(live: Live, source: str) -> None:
     live.do(live.engine.forks.create(TEMPLATE, ForkSpec(names=["other"])))
     live.shell("other", "echo theirs >/root/theirs")
     live.do(live.engine.snapshots.create("other", name="theirs"))
@@ -104,22 +104,22 @@ def test_a_failed_rollback_leaves_the_old_machine_running(
         assert world.traces(live.config) == before
 
 
-def test_promote_replaces_the_source_by_its_fork(live: Live, source: str) -> None:
+def test_promote_replaces_the_source_with_its_fork(live: Live, source: str) -> None:
     id = live.sandbox(source).id
     (fork,) = live.do(live.engine.forks.clone(source, ForkSpec(names=["winner"])))
     live.shell(fork.id, "echo won >/root/result")
-    promoted = live.do(live.engine.sandboxes.promote("winner"))
-    assert promoted.id == id
+    source_sandbox = live.do(live.engine.sandboxes.promote("winner"))
+    assert source_sandbox.id == id
     assert live.shell(source, "cat /root/result; hostname").split() == ["won", source]
     assert live.shell("winner", "cat /root/result").strip() == "won"
 
 
-def test_promote_to_itself_is_refused(live: Live, source: str) -> None:
+def test_promoting_a_sandbox_over_itself_is_refused(live: Live, source: str) -> None:
     with pytest.raises(Invalid, match="itself"):
         live.do(live.engine.sandboxes.promote(source, source))
 
 
-def test_pause_and_resume(live: Live, source: str, world: World) -> None:
+def test_a_paused_sandbox_can_be_resumed(live: Live, source: str, world: World) -> None:
     live.shell(source, "echo kept >/root/kept")
     if world.abilities.memory:
         live.shell(source, START_COUNTER)
@@ -157,7 +157,7 @@ def test_a_timeout_kills_or_pauses(live: Live) -> None:
     live.do(live.engine.sandboxes.set_timeout("stays", None))
     eventually(lambda: {each.name for each in live.engine.sandboxes.list()} == {"sleeps", "stays"})
     eventually(lambda: live.sandbox("sleeps").state is SandboxState.PAUSED)
-    assert live.do(live.engine.sandboxes.resume("sleeps")).end_at is not None, "it has its second again"
+    assert live.do(live.engine.sandboxes.resume("sleeps")).end_at is not None, "its timeout did not start again"
     eventually(lambda: live.sandbox("sleeps").state is SandboxState.PAUSED)
     live.do(live.engine.sandboxes.resume("sleeps", timeout=None))
     assert live.shell("sleeps", "hostname").strip() == "sleeps"
@@ -168,14 +168,14 @@ def test_a_negative_timeout_is_refused(live: Live) -> None:
         live.do(live.engine.forks.create(TEMPLATE, ForkSpec(timeout=-5)))
 
 
-def test_rename_and_metadata(live: Live, source: str) -> None:
+def test_the_name_and_metadata_can_be_changed(live: Live, source: str) -> None:
     live.do(live.engine.sandboxes.update(source, name="renamed", metadata={"a": "b"}))
     assert live.sandbox("renamed").metadata == {"a": "b"}
     with pytest.raises(NotFound):
         live.sandbox(source)
 
 
-def test_a_machine_that_ends_by_itself_is_kept_and_restarts_from_its_disk(
+def test_a_sandbox_whose_machine_stops_unexpectedly_can_be_resumed_from_its_disk(
     live: Live, source: str, world: World
 ) -> None:
     live.shell(source, "echo kept >/root/kept && sync")
@@ -186,13 +186,13 @@ def test_a_machine_that_ends_by_itself_is_kept_and_restarts_from_its_disk(
     assert live.shell(source, "cat /root/kept").strip() == "kept"
 
 
-def test_a_command_ends_with_its_machine(live: Live, source: str, world: World) -> None:
-    begun = time.monotonic()
+def test_a_command_fails_when_its_machine_stops(live: Live, source: str, world: World) -> None:
+    start = time.monotonic()
     with pytest.raises(
         BackendFailed, match=r"stopped during the command|connection to the sandbox broke|cannot be reached"
     ):
         live.do(live.engine.commands.exec(source, ["sh", "-c", f"{world.halt}; sleep 100"], timeout=120))
-    assert time.monotonic() - begun < 60
+    assert time.monotonic() - start < 60
 
 
 def test_a_network_policy_survives_a_rollback(live: Live, source: str) -> None:

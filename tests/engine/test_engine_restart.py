@@ -1,4 +1,4 @@
-"""A restart: running machines are adopted, operations that a crash interrupted are finished or undone."""
+"""After a restart, the gateway adopts running machines and completes or undoes interrupted operations."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def test_a_second_gateway_on_the_same_state_is_refused(make_live: Any) -> None:
 
 
 @pytest.mark.parametrize("policy", ["start", "stay"])
-def test_a_sandbox_whose_machine_ended_with_the_host(make_live: Any, world: World, policy: str) -> None:
+def test_a_sandbox_is_restarted_or_stays_paused_after_a_power_cut(make_live: Any, world: World, policy: str) -> None:
     live = make_live(restart=policy)
     live.do(live.engine.forks.create(TEMPLATE, ForkSpec(names=["victim"])))
     live.shell("victim", "echo kept >/root/kept && sync")

@@ -1,4 +1,4 @@
-"""Volumes: shared, limited, captured with a sandbox, cloned for a fork, and in use by all sandboxes that mount them."""
+"""Volumes are shared, limited in size, captured with a sandbox, cloned for a fork, and protected while in use."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ from tests.support.waiting import eventually
 from tests.support.worlds import TEMPLATE, World
 
 MB = 1 << 20
-SMALL = 64
-"""MiB: the smallest possible volume."""
-SOON = 60
-"""Seconds until every sandbox has seen another one's writes, at the latest."""
-REFUSED = ("Read-only file system", "Permission denied")
-FULL = ("No space left on device", "Disk quota exceeded")
+SMALLEST_MB = 64
+"""Size of the smallest possible volume in MiB."""
+VISIBLE_SECONDS = 60
+"""Time limit in seconds until every sandbox sees the writes of the others."""
+READ_ONLY_MESSAGES = ("Read-only file system", "Permission denied")
+FULL_MESSAGES = ("No space left on device", "Disk quota exceeded")
 
 
 def create_sandbox(live: Live, name: str, *mounts: MountSpec, template: str = TEMPLATE, **more: Any) -> Sandbox:
@@ -36,16 +36,16 @@ def create_sandbox(live: Live, name: str, *mounts: MountSpec, template: str = TE
 
 
 def create_volume(live: Live, name: str, **more: Any) -> str:
-    return live.do(live.engine.volumes.create(name, **{"size_mb": SMALL} | more)).name
+    return live.do(live.engine.volumes.create(name, **{"size_mb": SMALLEST_MB} | more)).name
 
 
 def mounts_of(live: Live, ref: str) -> dict[str, str]:
-    """The names of a sandbox's volumes, by path."""
+    """Return the names of the volumes that a sandbox mounts, by path."""
     return {mount.path: live.engine.volumes.get(mount.volume).name for mount in live.sandbox(ref).mounts}
 
 
 def read_file(live: Live, ref: str, path: str) -> str:
-    """The content of a file; empty if it does not exist."""
+    """Return the contents of a file in a sandbox; empty if it does not exist."""
     return live.shell(ref, f"cat {path} 2>/dev/null || true").strip()
 
 
@@ -54,10 +54,10 @@ def volume_names(live: Live) -> set[str]:
 
 
 def start_program(live: Live, ref: str, program: str) -> None:
-    """Start a Python program in the background of a sandbox; returns when it has created /run/begun."""
-    live.shell(ref, "rm -f /run/begun")
-    live.shell(ref, f"python3 -c '{program}' </dev/null >/run/said 2>&1 &")
-    eventually(lambda: live.shell(ref, "test -e /run/begun && echo yes || true").strip() == "yes")
+    """Start a Python program in the background of a sandbox, and wait until it has created /run/started."""
+    live.shell(ref, "rm -f /run/started")
+    live.shell(ref, f"python3 -c '{program}' </dev/null >/run/output 2>&1 &")
+    eventually(lambda: live.shell(ref, "test -e /run/started && echo yes || true").strip() == "yes")
 
 
 # -- mount paths -------------------------------------------------------------------------------------------------------
@@ -92,12 +92,12 @@ def start_program(live: Live, ref: str, program: str) -> None:
         f"/{'x' * 255}",
     ],
 )
-def test_an_unusable_mount_path_is_refused(path: str) -> None:
+def test_an_invalid_mount_path_is_refused(path: str) -> None:
     with pytest.raises(Invalid, match="a volume cannot be mounted at"):
         check_mount_paths([path])
 
 
-def test_usable_mount_paths() -> None:
+def test_valid_mount_paths_are_accepted() -> None:
     check_mount_paths(
         ["/data", "/data2", "/mnt/a-b_c.d@e+f:g=h", "/var/lib/x", "/etc/x", "/home/u/..x", "/procx", "/development"]
     )
@@ -110,7 +110,7 @@ def test_overlapping_mounts_are_refused(one: str, other: str) -> None:
         check_mount_paths(["/elsewhere", one, other])
 
 
-def test_a_scan_with_a_duplicate_name_and_a_dangling_mount() -> None:
+def test_a_scan_reports_a_duplicate_name_and_a_mount_of_a_missing_volume() -> None:
     index = Index()
     older = Volume(name="data")
     newer = Volume(name="data", created_at=older.created_at + timedelta(seconds=1))
@@ -118,18 +118,18 @@ def test_a_scan_with_a_duplicate_name_and_a_dangling_mount() -> None:
     clash, lost = index.load([sandbox := Sandbox(name="box", mounts=mounts)], [], [newer, older])
     assert newer.id in clash and "/lost" in lost
     assert index.volume("data") is older and index.volume(newer.id).name == newer.id
-    assert [mount.path for mount in sandbox.mounts] == ["/data", "/lost"], "its record may be restored"
+    assert [mount.path for mount in sandbox.mounts] == ["/data", "/lost"], "the volume may be restored"
 
 
 # -- volumes without sandboxes -----------------------------------------------------------------------------------------
 
 
-def test_volumes_share_the_namespace_of_names(live: Live) -> None:
+def test_volumes_share_the_namespace_of_sandboxes_and_templates(live: Live) -> None:
     assert live.do(live.engine.volumes.create("data")).size_mb == 1024
     create_sandbox(live, "box")
-    for taken in ("data", "box", TEMPLATE):
-        with pytest.raises(NameTaken, match=taken):
-            create_volume(live, taken)
+    for name in ("data", "box", TEMPLATE):
+        with pytest.raises(NameTaken, match=name):
+            create_volume(live, name)
     with pytest.raises(NameTaken, match="data"):
         create_sandbox(live, "data")
     with pytest.raises(NotFound, match="nowhere"):
@@ -137,7 +137,7 @@ def test_volumes_share_the_namespace_of_names(live: Live) -> None:
 
 
 @pytest.mark.parametrize("size", [-1, 0, 63, (1 << 26) + 1])
-def test_an_impossible_size_is_refused(live: Live, size: int) -> None:
+def test_an_invalid_size_is_refused(live: Live, size: int) -> None:
     with pytest.raises(Invalid, match="MiB"):
         create_volume(live, "data", size_mb=size)
     assert not live.engine.volumes.list()
@@ -154,18 +154,18 @@ def test_later_writes_do_not_change_a_volumes_snapshot(live: Live) -> None:
     create_volume(live, "data", size_mb=96)
     create_sandbox(live, "box", MountSpec("data", "/data"))
     live.shell("box", "echo first >/data/file && sync")
-    taken = live.do(live.engine.volumes.create_snapshot("data", "early"))
+    snapshot = live.do(live.engine.volumes.create_snapshot("data", "early"))
     with pytest.raises(NameTaken, match="early"):
         live.do(live.engine.volumes.create_snapshot("data", "early"))
     live.shell("box", "echo second >/data/file && sync")
     assert [each.name for each in live.engine.volumes.list_snapshots("data")] == ["early"]
-    for name, source in (("by-name", "data@early"), ("by-id", taken.id)):
+    for name, source in (("by-name", "data@early"), ("by-id", snapshot.id)):
         assert live.do(live.engine.volumes.create(name, from_snapshot=source)).size_mb == 96
         live.do(live.engine.attachments.attach("box", MountSpec(name, f"/{name}")))
         assert read_file(live, "box", f"/{name}/file") == "first"
     assert read_file(live, "box", "/data/file") == "second"
     with pytest.raises(Invalid, match="less than"):
-        live.do(live.engine.volumes.create("less", SMALL, "data@early"))
+        live.do(live.engine.volumes.create("less", SMALLEST_MB, "data@early"))
     with pytest.raises(NotFound, match="late"):
         live.do(live.engine.volumes.create("late", from_snapshot="data@late"))
 
@@ -178,7 +178,7 @@ def test_a_volume_can_be_larger_than_its_snapshot(live: Live) -> None:
     live.shell("box", "dd if=/dev/zero of=/data/fill bs=1M count=100 conv=fsync")
 
 
-def test_rollback_of_a_volume(live: Live) -> None:
+def test_a_volume_rollback_is_refused_while_a_sandbox_can_write_unless_forced(live: Live) -> None:
     create_volume(live, "data")
     create_sandbox(live, "writer", MountSpec("data", "/data"))
     live.shell("writer", "echo before >/data/file && sync")
@@ -195,11 +195,11 @@ def test_rollback_of_a_volume(live: Live) -> None:
     create_sandbox(live, "reader", MountSpec("data", "/data", read_only=True))
     assert read_file(live, "reader", "/data/file") == "after"
     live.do(live.engine.volumes.rollback("data", "mark"))
-    eventually(lambda: read_file(live, "reader", "/data/file") == "before", SOON)
+    eventually(lambda: read_file(live, "reader", "/data/file") == "before", VISIBLE_SECONDS)
     live.do(live.engine.attachments.attach(create_sandbox(live, "other").id, MountSpec("data", "/data")))
     live.shell("other", "echo again >/data/file && sync")
     live.do(live.engine.volumes.rollback("data", "mark", force=True))
-    eventually(lambda: read_file(live, "other", "/data/file") == "before", SOON)
+    eventually(lambda: read_file(live, "other", "/data/file") == "before", VISIBLE_SECONDS)
     live.shell("other", "echo on >/data/more && sync")
     assert live.engine.volumes.get("data").size_mb == 96
 
@@ -207,28 +207,28 @@ def test_rollback_of_a_volume(live: Live) -> None:
 # -- volumes in use ----------------------------------------------------------------------------------------------------
 
 
-def test_delete_names_every_blocker(live: Live) -> None:
+def test_deleting_a_volume_in_use_lists_its_users(live: Live) -> None:
     data = live.engine.volumes.get(create_volume(live, "data"))
     create_sandbox(live, "runs", MountSpec("data", "/data"))
     create_sandbox(live, "sleeps", MountSpec("data", "/data", read_only=True))
     live.do(live.engine.sandboxes.pause("sleeps"))
-    held = live.do(live.engine.snapshots.create("runs", name="mark", volumes=["data"]))
-    own = live.do(live.engine.volumes.create_snapshot("data", "own"))
-    boxes = [live.sandbox(name).id for name in ("runs", "sleeps")]
+    mark = live.do(live.engine.snapshots.create("runs", name="mark", volumes=["data"]))
+    own_snapshot = live.do(live.engine.volumes.create_snapshot("data", "own"))
+    sandbox_ids = [live.sandbox(name).id for name in ("runs", "sleeps")]
     with pytest.raises(
         InUse, match=r"2 mounts \(runs, sleeps\), 1 sandbox snapshot \(mark\) and 1 snapshot \(own\)"
-    ) as all_of_it:
+    ) as refusal:
         live.do(live.engine.volumes.delete("data"))
-    assert set(all_of_it.value.blockers) == {*boxes, held.id, own.id}
+    assert set(refusal.value.blockers) == {*sandbox_ids, mark.id, own_snapshot.id}
     assert {sandbox.name for sandbox, _ in live.engine.volumes.mounts_of(data)} == {"runs", "sleeps"}
     live.do(live.engine.attachments.detach("sleeps", "data"))
     live.do(live.engine.sandboxes.delete("runs"))
-    with pytest.raises(InUse, match=r"1 sandbox snapshot \(mark\)") as capture:
+    with pytest.raises(InUse, match=r"1 sandbox snapshot \(mark\)") as capture_refusal:
         live.do(live.engine.volumes.delete("data", with_snapshots=True))
-    assert capture.value.blockers == [held.id]
-    (captured,) = (each for each in live.engine.volumes.list_snapshots("data") if each.sandbox_snapshot)
+    assert capture_refusal.value.blockers == [mark.id]
+    (volume_capture,) = (each for each in live.engine.volumes.list_snapshots("data") if each.sandbox_snapshot)
     with pytest.raises(InUse, match=r"1 sandbox snapshot \(mark\)"):
-        live.do(live.engine.volumes.delete_snapshot("data", captured.id))
+        live.do(live.engine.volumes.delete_snapshot("data", volume_capture.id))
     live.do(live.engine.snapshots.delete("mark"))
     assert [each.name for each in live.engine.volumes.list_snapshots("data")] == ["own"]
     with pytest.raises(InUse, match=r"1 snapshot \(own\)"):
@@ -241,18 +241,18 @@ def test_a_volume_is_not_removed_or_rolled_back_during_a_mount(live: Live, monke
     create_volume(live, "data")
     live.do(live.engine.volumes.create_snapshot("data", "mark"))
     engine, identify = live.engine, live.engine.agents.identify
-    refused = []
+    refusals = []
 
     async def try_changes(*args: Any, **kwargs: Any) -> None:
-        for work in (engine.volumes.delete("data", True), engine.volumes.rollback("data", "mark", force=True)):
+        for change in (engine.volumes.delete("data", True), engine.volumes.rollback("data", "mark", force=True)):
             with pytest.raises(InUse, match="in use by another request"):
-                await work
-            refused.append(1)
+                await change
+            refusals.append(1)
         await identify(*args, **kwargs)
 
     monkeypatch.setattr(engine.agents, "identify", try_changes)
     create_sandbox(live, "box", MountSpec("data", "/data"))
-    assert len(refused) == 2
+    assert len(refusals) == 2
 
 
 def test_a_mount_waits_for_a_change_of_the_volume(live: Live, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -264,29 +264,29 @@ def test_a_mount_waits_for_a_change_of_the_volume(live: Live, monkeypatch: pytes
     live.do(live.engine.sandboxes.delete("writer"))
     create_sandbox(live, "late")
     engine, rollback = live.engine, live.engine.host.rollback_volume
-    waiting: list[asyncio.Future[Any]] = []
+    attachments: list[asyncio.Future[Any]] = []
 
     async def slow_rollback(*args: Any) -> None:
-        waiting.append(asyncio.ensure_future(engine.attachments.attach("late", MountSpec("data", "/data"))))
+        attachments.append(asyncio.ensure_future(engine.attachments.attach("late", MountSpec("data", "/data"))))
         await asyncio.sleep(0.3)
-        assert not waiting[0].done() and engine.sandboxes.get("late").mounts == []
+        assert not attachments[0].done() and engine.sandboxes.get("late").mounts == []
         await rollback(*args)
 
     monkeypatch.setattr(engine.host, "rollback_volume", slow_rollback)
     live.do(engine.volumes.rollback("data", "mark"))
-    eventually(lambda: waiting[0].done())
+    eventually(lambda: attachments[0].done())
     assert read_file(live, "late", "/data/file") == "before"
 
 
 def test_every_change_emits_an_event(live: Live, monkeypatch: pytest.MonkeyPatch) -> None:
-    told: list[tuple[str, str]] = []
+    events: list[tuple[str, str]] = []
     create_sandbox(live, "box")
 
-    def note(type: str, **data: Any) -> None:
+    def record_event(type: str, **data: Any) -> None:
         if type.startswith("volume."):
-            told.append((type.removeprefix("volume."), data["volumeID"]))
+            events.append((type.removeprefix("volume."), data["volumeID"]))
 
-    monkeypatch.setattr(live.engine.events, "publish", note)
+    monkeypatch.setattr(live.engine.events, "publish", record_event)
     create_volume(live, "data")
     live.do(live.engine.attachments.attach("box", MountSpec("data", "/data")))
     live.do(live.engine.volumes.grow("data", 96))
@@ -294,11 +294,11 @@ def test_every_change_emits_an_event(live: Live, monkeypatch: pytest.MonkeyPatch
     create_sandbox(live, "fork", MountSpec("data", "/data", clone=True), template="mark")
     live.do(live.engine.sandboxes.delete("fork"))
     live.do(live.engine.attachments.detach("box", "data"))
-    captured = live.engine.volumes.list_snapshots("data")[0]
-    live.do(live.engine.volumes.rollback("data", captured.id))
+    snapshot = live.engine.volumes.list_snapshots("data")[0]
+    live.do(live.engine.volumes.rollback("data", snapshot.id))
     live.do(live.engine.snapshots.delete("mark"))
     live.do(live.engine.volumes.delete("data"))
-    assert told == [
+    assert events == [
         ("created", "data"),
         ("attached", "data"),
         ("grown", "data"),
@@ -311,7 +311,7 @@ def test_every_change_emits_an_event(live: Live, monkeypatch: pytest.MonkeyPatch
     ]
 
 
-def test_the_origin_of_a_volume_stays_where_snapshots_depend_on_it(live: Live, world: World) -> None:
+def test_the_source_of_a_volume_is_deletable_only_if_snapshots_are_independent(live: Live, world: World) -> None:
     create_volume(live, "data")
     live.do(live.engine.volumes.create_snapshot("data", "mark"))
     create_volume(live, "made", from_snapshot="data@mark")
@@ -339,9 +339,9 @@ def test_an_open_file_on_a_volume_does_not_block_a_kill(live: Live) -> None:
     create_volume(live, "data")
     create_sandbox(live, "box", MountSpec("data", "/data"))
     live.shell("box", "cd /data && (exec sleep 1000 >open) </dev/null 2>&1 &")
-    begun = time.monotonic()
+    start = time.monotonic()
     live.do(live.engine.sandboxes.delete("box"))
-    assert time.monotonic() - begun < 20
+    assert time.monotonic() - start < 20
     live.do(live.engine.volumes.delete("data"))
 
 
@@ -426,7 +426,7 @@ def test_a_failed_attach_leaves_nothing(live: Live, world: World, monkeypatch: p
 # -- forks, rollback, promote, pause -----------------------------------------------------------------------------------
 
 
-def test_a_fork_inherits_mounts_unless_told_otherwise(live: Live) -> None:
+def test_a_fork_inherits_mounts_unless_others_are_requested(live: Live) -> None:
     create_volume(live, "data")
     create_volume(live, "other")
     create_sandbox(live, "source", MountSpec("data", "/data"))
@@ -490,7 +490,7 @@ def test_each_fork_has_its_own_clone(live: Live) -> None:
     assert volume_names(live) == {"data"}
 
 
-def test_a_clone_with_its_own_volumes_keeps_no_capture(live: Live) -> None:
+def test_the_volume_snapshots_of_a_clone_are_removed(live: Live) -> None:
     long = "n" * 60
     create_volume(live, "data")
     create_volume(live, "child-data")
@@ -515,30 +515,30 @@ def test_a_failed_fork_leaves_no_volume_clone(live: Live, world: World, monkeypa
     before = world.traces(live.config)
     clone = [MountSpec("data", "/data", clone=True)]
     owners = {"identify": live.engine.agents, "create_clones": live.engine.mounts}
-    genuine = {name: getattr(owner, name) for name, owner in owners.items()}
+    originals = {name: getattr(owner, name) for name, owner in owners.items()}
 
     def failing_step(step: str) -> Any:
-        seen = []
+        calls = []
 
         async def fail_second(*args: Any, **kwargs: Any) -> None:
-            seen.append(1)
-            if len(seen) == 2:
+            calls.append(1)
+            if len(calls) == 2:
                 raise BackendFailed("forced")
-            await genuine[step](*args, **kwargs)
+            await originals[step](*args, **kwargs)
 
         return fail_second
 
-    for step in genuine:
+    for step in originals:
         monkeypatch.setattr(owners[step], step, failing_step(step))
         with pytest.raises(BackendFailed, match="forced"):
             live.do(live.engine.forks.fork("mark", ForkSpec(count=2, mounts=clone)))
         assert volume_names(live) == {"data"}, step
         eventually(lambda: world.traces(live.config) == before)
         monkeypatch.setattr(owners[step], step, failing_step(step))
-        answers = live.do(live.engine.forks.fork("mark", ForkSpec(count=2, mounts=clone, atomic=False)))
-        (made,) = (answer for answer in answers if isinstance(answer, Sandbox))
-        assert volume_names(live) == {"data", f"{made.name}-data"}, step
-        live.do(live.engine.sandboxes.delete(made.id))
+        results = live.do(live.engine.forks.fork("mark", ForkSpec(count=2, mounts=clone, atomic=False)))
+        (fork,) = (result for result in results if isinstance(result, Sandbox))
+        assert volume_names(live) == {"data", f"{fork.name}-data"}, step
+        live.do(live.engine.sandboxes.delete(fork.id))
         monkeypatch.undo()
     assert volume_names(live) == {"data"}
 
@@ -590,17 +590,17 @@ def test_a_paused_sandbox_keeps_its_volumes(live: Live, memory: bool) -> None:
 # -- guarantees of sharing ---------------------------------------------------------------------------------------------
 
 
-def test_one_writer_and_eight_readers(live: Live) -> None:
+def test_readers_see_writes_but_cannot_write(live: Live) -> None:
     create_volume(live, "data")
     create_sandbox(live, "writer", MountSpec("data", "/data"))
     names = [f"reader{n}" for n in range(8)]
     live.do(
         live.engine.forks.fork(TEMPLATE, ForkSpec(names=names, mounts=[MountSpec("data", "/data", read_only=True)]))
     )
-    for said in ("one", "two"):
-        live.shell("writer", f"echo {said} >/data/file.new && mv /data/file.new /data/file && sync")
+    for text in ("one", "two"):
+        live.shell("writer", f"echo {text} >/data/file.new && mv /data/file.new /data/file && sync")
         for name in names:
-            eventually(lambda name=name, said=said: read_file(live, name, "/data/file") == said, SOON)  # type: ignore[misc]
+            eventually(lambda name=name, text=text: read_file(live, name, "/data/file") == text, VISIBLE_SECONDS)  # type: ignore[misc]
     live.shell("writer", "mkdir /data/open && chmod 777 /data/open /data/file")
     for name in names:
         for attempt in (
@@ -611,13 +611,13 @@ def test_one_writer_and_eight_readers(live: Live) -> None:
             "rmdir /data/open",
             "chmod 700 /data",
         ):
-            said = live.shell(name, f"({attempt}) 2>&1 && echo it went through || true")
-            assert any(word in said for word in REFUSED), (name, attempt, said)
+            text = live.shell(name, f"({attempt}) 2>&1 && echo it went through || true")
+            assert any(word in text for word in READ_ONLY_MESSAGES), (name, attempt, text)
     assert sorted(live.shell("writer", "ls /data").split()) == ["file", "open"]
     assert read_file(live, "writer", "/data/file") == "two"
 
 
-WRITE = """
+WRITE_PROGRAM = """
 import os, sys
 me, blocks, size = int(sys.argv[1]), 200, 4096
 own = os.open(f"/data/own{me}", os.O_RDWR | os.O_CREAT)
@@ -634,7 +634,7 @@ for each in (own, shared):
     os.fsync(each)
 """
 
-JUDGE = """
+JUDGE_PROGRAM = """
 import json, os
 shared = open("/data/shared", "rb").read()
 wrong = [n for n in range(600) if shared[n * 4096 : (n + 1) * 4096] != bytes([65 + n % 3]) * 4096]
@@ -649,11 +649,13 @@ def test_three_concurrent_writers_lose_no_data(live: Live, world: World) -> None
     live.do(live.engine.forks.fork(TEMPLATE, ForkSpec(names=["w0", "w1", "w2"], mounts=[MountSpec("data", "/data")])))
     mode = "append" if world.abilities.atomic_append else "apart"
     for me in range(3):
-        live.shell(f"w{me}", f"(python3 -c '{WRITE}' {me} {mode} && touch /run/done) </dev/null >/run/said 2>&1 &")
-    said = "cat /run/said; ls /run/done || true"
-    eventually(lambda: all(live.shell(f"w{me}", said).strip() == "/run/done" for me in range(3)), 120)
+        live.shell(
+            f"w{me}", f"(python3 -c '{WRITE_PROGRAM}' {me} {mode} && touch /run/done) </dev/null >/run/output 2>&1 &"
+        )
+    command = "cat /run/output; ls /run/done || true"
+    eventually(lambda: all(live.shell(f"w{me}", command).strip() == "/run/done" for me in range(3)), 120)
     create_sandbox(live, "judge", MountSpec("data", "/data", read_only=True))
-    size, wrong, own, log = json.loads(live.shell("judge", f"python3 -c '{JUDGE}'"))
+    size, wrong, own, log = json.loads(live.shell("judge", f"python3 -c '{JUDGE_PROGRAM}'"))
     assert (size, wrong, own) == (600 * 4096, [], [True] * 3)
     expected = {f"{me} {n:06d} {chr(97 + me) * 80}" for me in range(3) for n in range(200)}
     assert len(log) == (600 if world.abilities.atomic_append else 0)
@@ -672,16 +674,16 @@ def test_locks_work_across_sandboxes(live: Live, world: World) -> None:
 
 
 def test_a_full_volume_reports_enospc_and_grows_while_mounted(live: Live) -> None:
-    create_volume(live, "data", size_mb=SMALL)
+    create_volume(live, "data", size_mb=SMALLEST_MB)
     create_sandbox(live, "box", MountSpec("data", "/data"))
     create_sandbox(live, "other", MountSpec("data", "/data"))
-    said = live.shell("box", "dd if=/dev/zero of=/data/fill bs=1M count=100 conv=fsync 2>&1 || true")
-    assert any(word in said for word in FULL), said
-    assert 32 * MB < live.do(live.engine.volumes.state("data")).used_bytes < (SMALL + 1) * MB
+    output = live.shell("box", "dd if=/dev/zero of=/data/fill bs=1M count=100 conv=fsync 2>&1 || true")
+    assert any(word in output for word in FULL_MESSAGES), output
+    assert 32 * MB < live.do(live.engine.volumes.state("data")).used_bytes < (SMALLEST_MB + 1) * MB
     assert live.do(live.engine.volumes.grow("data", 160)).size_mb == 160
     live.shell("box", "dd if=/dev/zero of=/data/fill bs=1M count=100 conv=fsync")
-    said = live.shell("other", "dd if=/dev/zero of=/data/more bs=1M count=100 conv=fsync 2>&1 || true")
-    assert any(word in said for word in FULL), said
+    output = live.shell("other", "dd if=/dev/zero of=/data/more bs=1M count=100 conv=fsync 2>&1 || true")
+    assert any(word in output for word in FULL_MESSAGES), output
     live.shell("other", "rm /data/more && echo room >/data/small && sync")
 
 
@@ -700,7 +702,7 @@ while True:
     os.fsync(file)
     if os.pread(file, 8, slot) == b"%08d" % count:
         open("/run/count.new", "w").write(str(count))
-        os.replace("/run/count.new", "/run/begun")
+        os.replace("/run/count.new", "/run/started")
     time.sleep(0.05)
 """
 
@@ -715,7 +717,7 @@ def test_a_fork_keeps_an_open_file_on_a_volume(live: Live) -> None:
     create_sandbox(live, "judge", MountSpec("data", "/data", read_only=True))
 
     def counted_values() -> list[int]:
-        inside = [int(read_file(live, name, "/run/begun")) for name in ("source", "copy")]
+        inside = [int(read_file(live, name, "/run/started")) for name in ("source", "copy")]
         written = [
             int(live.shell("judge", f"dd if=/data/file bs=4096 skip={n} count=1 2>/dev/null | head -c 8"))
             for n in range(2)
@@ -723,7 +725,7 @@ def test_a_fork_keeps_an_open_file_on_a_volume(live: Live) -> None:
         return [*inside, *written]
 
     first = counted_values()
-    eventually(lambda: all(now > then for now, then in zip(counted_values(), first, strict=True)), SOON)
+    eventually(lambda: all(now > then for now, then in zip(counted_values(), first, strict=True)), VISIBLE_SECONDS)
 
 
 IN_TURN = """
@@ -736,7 +738,7 @@ while True:
     for file in files:
         os.pwrite(file, b"%09d" % count, 0)
     if count == 3:
-        open("/run/begun", "w").close()
+        open("/run/started", "w").close()
 """
 
 
@@ -745,14 +747,14 @@ def test_disk_and_volumes_are_captured_at_the_same_instant(live: Live) -> None:
         create_volume(live, name)
     create_sandbox(live, "source", MountSpec("a", "/a"), MountSpec("b", "/b"))
     start_program(live, "source", IN_TURN)
-    # A fork with memory would continue to write: without it, the test sees disk and volumes as they were captured.
+    # Without memory, the program does not continue in the fork, so the disk and the volumes are as captured.
     live.do(live.engine.snapshots.create("source", name="mark", memory="none", volumes=["a", "b"]))
     fork = create_sandbox(
         live, "fork", MountSpec("a", "/a", clone=True), MountSpec("b", "/b", clone=True), template="mark"
     )
     disk, one, other = (int(read_file(live, fork.id, f"{place}/turn")) for place in ("/root", "/a", "/b"))
     assert disk >= one >= other >= disk - 1, (disk, one, other)
-    assert int(read_file(live, "source", "/root/turn")) > disk, "it stood still"
+    assert int(read_file(live, "source", "/root/turn")) > disk, "the source did not continue"
     live.do(live.engine.sandboxes.delete(fork.id))
     live.do(live.engine.snapshots.delete("mark"))
     assert not live.engine.volumes.list_snapshots("a") and not live.engine.volumes.list_snapshots("b")
@@ -777,8 +779,8 @@ def test_a_failed_capture_of_the_second_volume_leaves_nothing(
     assert not live.engine.volumes.list_snapshots("a") and not live.engine.snapshots.list()
     live.shell("source", "echo on >/a/file && echo on >/b/file && sync")
     live.do(live.engine.snapshots.create("source", name="mark", volumes=["a", "b"]))
-    (held,) = live.engine.snapshots.list()
-    assert {capture.snapshot for capture in held.volumes} == {
+    (snapshot,) = live.engine.snapshots.list()
+    assert {capture.snapshot for capture in snapshot.volumes} == {
         each.id for name in ("a", "b") for each in live.engine.volumes.list_snapshots(name)
     }
 
@@ -788,45 +790,45 @@ def test_a_failed_capture_of_the_second_volume_leaves_nothing(
 
 @pytest.mark.parametrize("link", ["/data", "/srv/data"])
 def test_symlinks_at_a_mount_path_cannot_escape_the_sandbox(live: Live, world: World, link: str) -> None:
-    """The call fails, or the volume is mounted inside. Nothing is mounted or written outside the sandbox."""
+    """Either the request fails, or the volume is mounted inside. Nothing is mounted or written outside the sandbox."""
     data = live.engine.volumes.get(create_volume(live, "data")).id
     path = "/srv/data/below" if link == "/srv/data" else link
-    place = world.territory(live.config)
-    for target in ("/etc", "../../../../../../../../etc", str(place)):
+    territory = world.territory(live.config)
+    for target in ("/etc", "../../../../../../../../etc", str(territory)):
         create_sandbox(live, "box")
         live.shell("box", f"rm -rf {link} && mkdir -p $(dirname {link}) && ln -s {target} {link} && sync")
         live.do(live.engine.snapshots.create("box", name="mark"))
         spec = ForkSpec(names=["fork"], mounts=[MountSpec("data", path)])
-        mounted = []
-        for ref, work in (
+        refs_with_mount = []
+        for ref, request in (
             ("fork", live.engine.forks.create("mark", spec)),
             ("box", live.engine.attachments.attach("box", MountSpec("data", path))),
         ):
             with contextlib.suppress(GatewayError):
-                live.do(work)
-                mounted.append(ref)
+                live.do(request)
+                refs_with_mount.append(ref)
                 live.shell(ref, f"touch {path}/proof && sync")
-            assert not places_outside(data, place), (ref, target)
+            assert not find_traces_outside(data, territory), (ref, target)
         create_sandbox(live, "judge", MountSpec("data", "/volume"))
-        assert live.shell("judge", "ls /volume").split() == (["proof"] if mounted else [])
+        assert live.shell("judge", "ls /volume").split() == (["proof"] if refs_with_mount else [])
         live.shell("judge", "rm -f /volume/proof && sync")
         for sandbox in live.engine.sandboxes.list():
             live.do(live.engine.sandboxes.delete(sandbox.id))
         live.do(live.engine.snapshots.delete("mark"))
-        assert not places_outside(data, place), target
+        assert not find_traces_outside(data, territory), target
 
 
-def places_outside(volume_id: str, place: Path) -> list[str]:
-    """Places on the host where the volume is mounted or was written, except for the gateway's own directories."""
+def find_traces_outside(volume_id: str, territory: Path) -> list[str]:
+    """Return the places on the host, outside the gateway's directories, where the volume is mounted or was written."""
     lines = [line.split() for line in Path("/proc/self/mountinfo").read_text().splitlines() if volume_id in line]
-    mounted = [line[4] for line in lines if not line[4].startswith(f"{place}/")]
-    return mounted + [str(proof) for proof in (Path("/etc/proof"), place / "proof") if proof.exists()]
+    mounted = [line[4] for line in lines if not line[4].startswith(f"{territory}/")]
+    return mounted + [str(path) for path in (Path("/etc/proof"), territory / "proof") if path.exists()]
 
 
 # -- restarts ----------------------------------------------------------------------------------------------------------
 
 
-def test_a_restart_corrects_mounts_to_match_the_record(make_live: Any, world: World) -> None:
+def test_volumes_stay_mounted_after_a_restart(make_live: Any, world: World) -> None:
     live: Live = make_live()
     create_volume(live, "data")
     create_sandbox(live, "box", MountSpec("data", "/data"))
@@ -839,7 +841,7 @@ def test_a_restart_corrects_mounts_to_match_the_record(make_live: Any, world: Wo
     assert read_file(again, "sleeps", "/data/file") == "kept"
 
 
-def test_a_host_that_crashed_with_mounted_volumes(make_live: Any, world: World) -> None:
+def test_volumes_are_mounted_again_after_a_host_crash(make_live: Any, world: World) -> None:
     live: Live = make_live()
     create_volume(live, "data")
     create_sandbox(live, "box", MountSpec("data", "/data"))
@@ -852,18 +854,18 @@ def test_a_host_that_crashed_with_mounted_volumes(make_live: Any, world: World) 
     again.shell("box", "echo more >/data/file")
 
 
-def test_kill_9_with_five_volumes_in_ten_sandboxes(make_live: Any, world: World, tmp_path: Path) -> None:
+def test_volumes_and_mounts_survive_kill_9_of_the_gateway(make_live: Any, world: World, tmp_path: Path) -> None:
     live: Live = make_live()
     live.close()
     with Daemon(live.config, world.factory, "ten-with-volumes", tmp_path / "config.json") as daemon:
-        before = daemon.read_scene(300)
+        before = daemon.read_state(300)
         daemon.kill()
     again: Live = make_live(config=live.config)
     assert again.call(observable_state, again.engine) == before
     for n in range(10):
         assert again.shell(f"box{n}", "cat /mine/who /ours/who").split() == [f"v{n % 4}", "v4"]
     again.shell("box0", "echo on >/mine/on && sync")
-    eventually(lambda: read_file(again, "box4", "/mine/on") == "on", SOON)
+    eventually(lambda: read_file(again, "box4", "/mine/on") == "on", VISIBLE_SECONDS)
     for n in range(5):
         with pytest.raises(InUse, match=r"\d+ mounts? \(box"):
             again.do(again.engine.volumes.delete(f"v{n}"))

@@ -1,4 +1,4 @@
-"""A separate shim for each test."""
+"""Provide each test with a separate shim."""
 
 from __future__ import annotations
 
@@ -14,5 +14,5 @@ from tests.freebsd_shim.harness import Shim, is_supported, shim_in
 def shim(tmp_path: Path) -> Iterator[Shim]:
     if not is_supported():
         pytest.skip("needs root, util-linux, nftables and /usr/bin/python3")
-    with shim_in(tmp_path) as made:
-        yield made
+    with shim_in(tmp_path) as shim:
+        yield shim

@@ -1,4 +1,4 @@
-"""fstat: the processes that have files open on a file system."""
+"""Test fstat, which lists the processes that have files open on a file system."""
 
 from __future__ import annotations
 
@@ -16,48 +16,50 @@ HEADER = "USER     CMD          PID   FD MOUNT      INUM MODE         SZ|DV R/W"
 
 
 @pytest.fixture
-def place(shim: Shim, tmp_path: Path) -> Iterator[Path]:
-    """A separate file system."""
-    place = tmp_path / "place"
-    place.mkdir()
-    subprocess.run(["/usr/bin/mount", "-t", "tmpfs", "own", str(place)], check=True, timeout=30)
-    yield place
-    subprocess.run(["/usr/bin/umount", "--recursive", str(place)], check=False, timeout=30)
+def mount_point(shim: Shim, tmp_path: Path) -> Iterator[Path]:
+    """Mount a separate file system."""
+    mount_point = tmp_path / "place"
+    mount_point.mkdir()
+    subprocess.run(["/usr/bin/mount", "-t", "tmpfs", "own", str(mount_point)], check=True, timeout=30)
+    yield mount_point
+    subprocess.run(["/usr/bin/umount", "--recursive", str(mount_point)], check=False, timeout=30)
 
 
 @contextmanager
-def process_in(place: Path, **more: Any) -> Iterator[subprocess.Popen[bytes]]:
-    """A process with its working directory there."""
-    with subprocess.Popen(["sleep", "infinity"], cwd=place, **more) as holder:
+def process_in(mount_point: Path, **options: Any) -> Iterator[subprocess.Popen[bytes]]:
+    """Run a process whose working directory is on the file system."""
+    with subprocess.Popen(["sleep", "infinity"], cwd=mount_point, **options) as holder:
         try:
             yield holder
         finally:
             holder.kill()
 
 
-def test_the_list_of_open_files(shim: Shim, place: Path) -> None:
-    assert shim.check_ok("fstat", "-f", str(place)) == f"{HEADER}\n"
-    (place / "file").write_text("12345")
-    with (place / "file").open("a") as file, process_in(place, stdout=file) as holder:
-        own = [line for line in shim.check_ok("fstat", "-f", str(place)).splitlines() if f" {holder.pid} " in line]
-    inode = {name: (place / name).stat().st_ino for name in (".", "file")}
-    size = place.stat().st_size
-    assert own == [
-        f"root     sleep      {holder.pid:>5}   wd {place}  {inode['.']:>5} drwxrwxrwt {size:>6}  r",
-        f"root     sleep      {holder.pid:>5}    1 {place}  {inode['file']:>5} -rw-r--r--      5  w",
+def test_open_files_are_listed(shim: Shim, mount_point: Path) -> None:
+    assert shim.check_ok("fstat", "-f", str(mount_point)) == f"{HEADER}\n"
+    (mount_point / "file").write_text("12345")
+    with (mount_point / "file").open("a") as file, process_in(mount_point, stdout=file) as holder:
+        lines = [
+            line for line in shim.check_ok("fstat", "-f", str(mount_point)).splitlines() if f" {holder.pid} " in line
+        ]
+    inode = {name: (mount_point / name).stat().st_ino for name in (".", "file")}
+    size = mount_point.stat().st_size
+    assert lines == [
+        f"root     sleep      {holder.pid:>5}   wd {mount_point}  {inode['.']:>5} drwxrwxrwt {size:>6}  r",
+        f"root     sleep      {holder.pid:>5}    1 {mount_point}  {inode['file']:>5} -rw-r--r--      5  w",
     ]
 
 
-def test_files_on_a_forcibly_unmounted_file_system_are_dead(shim: Shim, place: Path) -> None:
-    with process_in(place):
-        shim.check_ok("umount", "-f", str(place))
-        assert f" {place} " not in shim.check_ok("fstat", "-f", str(place))
+def test_files_on_a_forcibly_unmounted_file_system_are_not_listed(shim: Shim, mount_point: Path) -> None:
+    with process_in(mount_point):
+        shim.check_ok("umount", "-f", str(mount_point))
+        assert f" {mount_point} " not in shim.check_ok("fstat", "-f", str(mount_point))
 
 
-def test_missing_files(shim: Shim, place: Path) -> None:
-    shim.check_fails(1, f"fstat: {place}/no: No such file or directory", "fstat", "-f", f"{place}/no")
-    done = shim("fstat", "-f", f"{place}/no", str(place))
-    assert (done.returncode, done.stdout) == (0, f"{HEADER}\n")
+def test_missing_files_are_reported(shim: Shim, mount_point: Path) -> None:
+    shim.check_fails(1, f"fstat: {mount_point}/no: No such file or directory", "fstat", "-f", f"{mount_point}/no")
+    result = shim("fstat", "-f", f"{mount_point}/no", str(mount_point))
+    assert (result.returncode, result.stdout) == (0, f"{HEADER}\n")
 
 
 def test_an_unsupported_option_fails(shim: Shim) -> None:

@@ -1,4 +1,4 @@
-"""jail, jls, jexec, pkill: the contract page's samples, errors, and the jail's isolation."""
+"""Test jail, jls, jexec and pkill: their output, their errors, and the isolation of jails."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ USAGE = "usage: jail [-dhilqv]"
 
 
 def list_jails(shim: Shim, *options: str) -> list[dict[str, str]]:
-    answer = json.loads(shim.check_ok("jls", "--libxo", "json", *options, "jid", "name", "path", "dying"))
-    assert answer["__version"] == "2"
-    found: list[dict[str, str]] = answer["jail-information"]["jail"]
-    return found
+    output = json.loads(shim.check_ok("jls", "--libxo", "json", *options, "jid", "name", "path", "dying"))
+    assert output["__version"] == "2"
+    jails: list[dict[str, str]] = output["jail-information"]["jail"]
+    return jails
 
 
-def test_create_prints_only_the_jid_and_jids_increase(shim: Shim) -> None:
+def test_creating_a_jail_prints_the_next_jid(shim: Shim) -> None:
     assert shim.create_jail() == "1"
     shim.check_ok("jail", "-R", "sx1")
     shim.check_ok("umount", f"{shim.root}/dev")
@@ -79,9 +79,9 @@ def test_jail_creation_errors(shim: Shim) -> None:
 
 def test_unknown_options_fail(shim: Shim) -> None:
     for words in ("jail -X", "jexec -X", "jls -X", "pkill -@", "umount -X /", "mount -X", "rctl -X", "pfctl -X"):
-        done = shim(*words.split())
-        assert done.returncode in (1, 2) and "illegal option -- " in done.stderr and "usage: " in done.stderr
-    assert shim("jail", "-c", "-r", "x").returncode == 70  # FreeBSD has it, but the shim does not: a distinct exit code
+        result = shim(*words.split())
+        assert result.returncode in (1, 2) and "illegal option -- " in result.stderr and "usage: " in result.stderr
+    assert shim("jail", "-c", "-r", "x").returncode == 70  # FreeBSD supports this, but the shim does not.
 
 
 def test_mount_devfs_needs_a_directory_without_links(shim: Shim) -> None:
@@ -93,43 +93,43 @@ def test_mount_devfs_needs_a_directory_without_links(shim: Shim) -> None:
 
 
 def test_a_failed_creation_is_undone(shim: Shim) -> None:
-    done = shim(
+    result = shim(
         *("jail", "-i", "-c", "name=a", f"path={shim.root}", "persist", "vnet=new", "mount.devfs"),
         "exec.start=/bin/sh -c 'exit 3'",
     )
-    assert done.returncode == 1
-    assert done.stderr == "jail: /bin/sh -c /bin/sh -c 'exit 3': failed\n"
+    assert result.returncode == 1
+    assert result.stderr == "jail: /bin/sh -c /bin/sh -c 'exit 3': failed\n"
     assert list_jails(shim, "-d") == [] and shim.check_ok("mount", "-t", "devfs") == ""
-    done = shim("jail", "-c", "name=a", f"path={shim.root}", "persist", "vnet=new", "vnet.interface=nope0")
-    assert done.returncode == 1
-    assert "ifconfig: interface nope0 does not exist\njail: /sbin/ifconfig nope0 vnet a: failed\n" in done.stderr
+    result = shim("jail", "-c", "name=a", f"path={shim.root}", "persist", "vnet=new", "vnet.interface=nope0")
+    assert result.returncode == 1
+    assert "ifconfig: interface nope0 does not exist\njail: /sbin/ifconfig nope0 vnet a: failed\n" in result.stderr
     assert list_jails(shim, "-d") == []
 
 
-def test_exec_start_runs_inside_and_background_commands_stay(shim: Shim) -> None:
-    out = shim.check_ok(
+def test_exec_start_runs_in_the_jail_and_keeps_background_commands(shim: Shim) -> None:
+    output = shim.check_ok(
         *("jail", "-i", "-c", "name=a", f"path={shim.root}", "persist", "vnet=new", "host.hostname=inner"),
         *("mount.devfs", "exec.start=/bin/hostname", "exec.start=sleep 1000 >/dev/null 2>&1 &"),
     )
-    assert out == "1\ninner\n"
+    assert output == "1\ninner\n"
     for _ in range(50):
         if shim("pgrep", "-j", "a").stdout.count("\n") == 1:
             break
         time.sleep(0.05)
     else:
-        raise AssertionError("the background command does not run")
+        raise AssertionError("the background command is not running")
     shim.check_ok("pkill", "-KILL", "-j", "1")
 
 
 def test_a_trailing_ampersand_means_background_without_a_shell(shim: Shim) -> None:
-    """The command inherits jail's own output. Reading that to its end waits for the command, as on FreeBSD."""
-    going = shim.start("jail", "-i", "-c", "name=a", f"path={shim.root}", "persist", "exec.start=sleep 1000 &")
-    assert going.stdout is not None and going.stdout.readline() == "1\n"
-    assert going.wait(30) == 0
+    """The command inherits the standard output of jail, so a reader waits until the command exits, as on FreeBSD."""
+    process = shim.start("jail", "-i", "-c", "name=a", f"path={shim.root}", "persist", "exec.start=sleep 1000 &")
+    assert process.stdout is not None and process.stdout.readline() == "1\n"
+    assert process.wait(30) == 0
     time.sleep(0.2)
     assert shim.check_ok("pgrep", "-j", "a", "sleep").count("\n") == 1
     shim.check_ok("pkill", "-KILL", "-j", "a")
-    assert going.communicate(timeout=30) == ("", "")
+    assert process.communicate(timeout=30) == ("", "")
 
 
 def test_a_jail_is_isolated(shim: Shim) -> None:
@@ -146,8 +146,8 @@ def test_a_jail_is_isolated(shim: Shim) -> None:
         "    try: act()\n"
         "    except OSError as error: print(error.errno)\n"
     )
-    out = shim.check_ok("jexec", "sx1", "/usr/bin/python3", "-c", script, str(os.getpid()))
-    assert out.split() == ["1", "1", "1", "3", "1"]  # EPERM, and ESRCH for a process outside
+    output = shim.check_ok("jexec", "sx1", "/usr/bin/python3", "-c", script, str(os.getpid()))
+    assert output.split() == ["1", "1", "1", "3", "1"]  # EPERM, and ESRCH for a process outside
     nodes = shim.check_ok(
         "jexec", "sx1", "sh", "-c", "ls /dev; head -c 4 /dev/urandom | wc -c; echo x > /dev/null"
     ).split()
@@ -156,7 +156,7 @@ def test_a_jail_is_isolated(shim: Shim) -> None:
     assert shim.check_ok("jexec", "sx1", "/usr/bin/python3", "-c", script) == "/dev/pts/0\n"
 
 
-def test_jexec_environment_user_and_errors(shim: Shim) -> None:
+def test_jexec_sets_environment_and_user(shim: Shim) -> None:
     shim.create_jail()
     run = ["/usr/bin/env", "-i", "K=V", "sh", "-c", 'cd /tmp && exec "$@"', "sh", "sh", "-c", 'echo "$PWD $K $SECRET"']
     assert shim.check_ok("jexec", "sx1", *run, SECRET="s") == "/tmp V \n"
@@ -171,39 +171,39 @@ def test_jexec_environment_user_and_errors(shim: Shim) -> None:
     shim.check_fails(1, 'jexec: jail "none" not found', "jexec", "none", "id")
     shim.check_fails(1, "jexec: jail 77 not found", "jexec", "77", "id")
     shim.check_fails(1, "jexec: execvp: /no/such: No such file or directory", "jexec", "sx1", "/no/such")
-    assert shim("jexec", "sx1").returncode == 0  # a shell that reads the end of its input
+    assert shim("jexec", "sx1").returncode == 0  # A shell whose input is empty.
 
 
-def test_exit_status_and_signals_pass_through(shim: Shim) -> None:
+def test_jexec_forwards_the_exit_status_and_signals(shim: Shim) -> None:
     shim.create_jail()
     assert shim("jexec", "sx1", "sh", "-c", "exit 7").returncode == 7
     assert shim("jexec", "sx1", "sh", "-c", "kill -KILL $$").returncode == -signal.SIGKILL
     loop = "trap 'echo got; exit 9' TERM; echo up; while :; do sleep 0.05; done"
-    going = shim.start("jexec", "sx1", "sh", "-c", loop)
-    assert going.stdout is not None and going.stdout.readline() == "up\n"
-    going.send_signal(signal.SIGTERM)
-    assert going.communicate(timeout=30)[0] == "got\n" and going.returncode == 9
-    # a killed jexec ends the command, because it is the same process on FreeBSD
-    going = shim.start("jexec", "sx1", "sleep", "1000")
+    process = shim.start("jexec", "sx1", "sh", "-c", loop)
+    assert process.stdout is not None and process.stdout.readline() == "up\n"
+    process.send_signal(signal.SIGTERM)
+    assert process.communicate(timeout=30)[0] == "got\n" and process.returncode == 9
+    # Killing jexec kills the command, because they are the same process on FreeBSD.
+    process = shim.start("jexec", "sx1", "sleep", "1000")
     while not shim("pgrep", "-j", "sx1", "sleep").stdout:
         time.sleep(0.02)
-    going.kill()
-    going.communicate(timeout=30)
+    process.kill()
+    process.communicate(timeout=30)
     for _ in range(100):
         if shim("pgrep", "-j", "sx1").returncode == 1:
             return
         time.sleep(0.02)
-    raise AssertionError("the command outlives its jexec")
+    raise AssertionError("the command is still running after its jexec was killed")
 
 
 def test_pkill_kills_only_the_jails_processes(shim: Shim) -> None:
     shim.create_jail()
-    going = [shim.start("jexec", "sx1", "sleep", "1000") for _ in range(2)]
+    process = [shim.start("jexec", "sx1", "sleep", "1000") for _ in range(2)]
     while shim("pgrep", "-j", "1").stdout.count("\n") < 2:
         time.sleep(0.02)
     shim.check_ok("pkill", "-KILL", "-j", "1")
-    assert [each.wait(30) for each in going] == [-signal.SIGKILL] * 2
-    for each in going:
+    assert [each.wait(30) for each in process] == [-signal.SIGKILL] * 2
+    for each in process:
         each.communicate()
     assert shim("pkill", "-KILL", "-j", "1").returncode == 1  # nothing matched
     assert shim("pkill", "-KILL", "-j", "99").returncode == 1
@@ -211,13 +211,13 @@ def test_pkill_kills_only_the_jails_processes(shim: Shim) -> None:
     assert [each["name"] for each in list_jails(shim)] == ["sx1"]
 
 
-def test_remove_terminates_processes_and_leaves_mounts(shim: Shim) -> None:
+def test_removing_a_jail_terminates_processes_and_keeps_mounts(shim: Shim) -> None:
     shim.create_jail()
-    going = shim.start("jexec", "sx1", "sh", "-c", "trap 'exit 5' TERM; echo up; while :; do sleep 0.05; done")
-    assert going.stdout is not None and going.stdout.readline() == "up\n"
+    process = shim.start("jexec", "sx1", "sh", "-c", "trap 'exit 5' TERM; echo up; while :; do sleep 0.05; done")
+    assert process.stdout is not None and process.stdout.readline() == "up\n"
     assert shim.check_ok("jail", "-r", "sx1") == ""
-    going.communicate(timeout=30)
-    assert going.returncode == 5
+    process.communicate(timeout=30)
+    assert process.returncode == 5
     assert list_jails(shim, "-d") == []
     assert f"devfs on {shim.root}/dev (devfs)\n" == shim.check_ok("mount", "-t", "devfs")
     assert shim.check_ok("mount", "-t", "nullfs") != ""
@@ -241,11 +241,11 @@ def test_mounts_appear_and_disappear_in_a_running_jail(shim: Shim, tmp_path: Pat
     shim.check_ok("mount", "-t", "nullfs", "-o", "ro,nosuid,nocover", str(tmp_path / "volume"), f"{shim.root}/vol")
     assert shim.check_ok("jexec", "sx1", "cat", "/vol/file") == "data"
     assert "Read-only file system" in shim("jexec", "sx1", "sh", "-c", "echo > /vol/file").stderr
-    busy = shim.start("jexec", "sx1", "sh", "-c", "cd /vol; echo in; sleep 1000")
-    assert busy.stdout is not None and busy.stdout.readline() == "in\n"
+    process = shim.start("jexec", "sx1", "sh", "-c", "cd /vol; echo in; sleep 1000")
+    assert process.stdout is not None and process.stdout.readline() == "in\n"
     shim.check_fails(1, f"umount: unmount of {shim.root}/vol failed: Device busy", "umount", f"{shim.root}/vol")
     shim.check_ok("pkill", "-KILL", "-j", "sx1")
-    busy.communicate()
+    process.communicate()
     shim.check_ok("umount", f"{shim.root}/vol")
     assert shim.check_ok("jexec", "sx1", "ls", "/vol") == ""
 
@@ -272,16 +272,16 @@ def test_a_nonpersistent_jail_is_dying_after_its_last_process(shim: Shim) -> Non
     assert list_jails(shim, "-d") == []
 
 
-def test_dying_jails(shim: Shim) -> None:
+def test_dying_jails_are_only_listed_on_request(shim: Shim) -> None:
     shim.create_jail()
     shim.check_ok("freebsd-shim", "set", "dying", "forever")
     shim.check_ok("jail", "-R", "sx1")
     assert list_jails(shim) == [] and list_jails(shim, "-d")[0]["dying"] == "true"
     shim.check_fails(1, 'jexec: jail "sx1" is dying', "jexec", "sx1", "id")
     shim.check_fails(1, "jls: jail 1 is dying", "jls", "-j", "1", "jid")
-    shim.check_ok("jail", "-R", "sx1")  # again: no complaint
+    shim.check_ok("jail", "-R", "sx1")  # Removing it again succeeds.
     shim.check_ok("umount", f"{shim.root}/dev")
-    assert shim.create_jail() == "2"  # the jail's name is free again
+    assert shim.create_jail() == "2"  # The name can be used again.
     shim.check_ok("freebsd-shim", "set", "dying", "0")
     assert [each["jid"] for each in list_jails(shim, "-d")] == ["2"]
     shim.check_ok("freebsd-shim", "set", "dying", "0.3")

@@ -1,4 +1,4 @@
-"""mount, umount: nullfs and devfs as in FreeBSD's mount table."""
+"""Test mount and umount with nullfs and devfs, and the output in FreeBSD's format."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ def places(tmp_path: Path) -> tuple[Path, Path]:
 
 
 def mount_table(shim: Shim) -> list[dict[str, object]]:
-    answer = json.loads(shim.check_ok("mount", "--libxo", "json", "-v", "-t", "nullfs"))
-    return [each for each in answer["mount"].get("mounted", []) if each["node"] != f"{shim.root}/usr"]
+    output = json.loads(shim.check_ok("mount", "--libxo", "json", "-v", "-t", "nullfs"))
+    return [each for each in output["mount"].get("mounted", []) if each["node"] != f"{shim.root}/usr"]
 
 
 def test_mount_table_output(shim: Shim, places: tuple[Path, Path]) -> None:
@@ -56,16 +56,16 @@ def test_mount_options_are_enforced(shim: Shim, places: tuple[Path, Path]) -> No
 
 
 def test_a_mount_inherits_nothing_from_a_removed_one(shim: Shim, places: tuple[Path, Path]) -> None:
-    """Linux reuses the number of a removed mount, and its device, for the next one."""
-    gone, place = places
-    shim.check_ok("mount", "-t", "devfs", "-o", "ruleset=4", "devfs", str(gone))
-    shim.check_ok("umount", str(gone))
-    subprocess.run(["/usr/bin/mount", "-t", "tmpfs", "other", str(place)], check=True, timeout=30)
+    """Linux reuses the number and the device of a removed mount for the next one."""
+    unmounted, mount_point = places
+    shim.check_ok("mount", "-t", "devfs", "-o", "ruleset=4", "devfs", str(unmounted))
+    shim.check_ok("umount", str(unmounted))
+    subprocess.run(["/usr/bin/mount", "-t", "tmpfs", "other", str(mount_point)], check=True, timeout=30)
     try:
-        assert str(gone) not in shim.check_ok("mount", "-v")
-        assert f"other on {place} (tmpfs" in shim.check_ok("mount", "-v")
+        assert str(unmounted) not in shim.check_ok("mount", "-v")
+        assert f"other on {mount_point} (tmpfs" in shim.check_ok("mount", "-v")
     finally:
-        subprocess.run(["/usr/bin/umount", str(place)], check=True, timeout=30)
+        subprocess.run(["/usr/bin/umount", str(mount_point)], check=True, timeout=30)
 
 
 def test_nocover_and_stacked_mounts(shim: Shim, places: tuple[Path, Path]) -> None:
@@ -82,27 +82,26 @@ def test_nocover_and_stacked_mounts(shim: Shim, places: tuple[Path, Path]) -> No
     shim.check_ok("umount", f"{target}/inner", str(target))
 
 
-def test_links_in_the_target_are_resolved(shim: Shim, places: tuple[Path, Path], tmp_path: Path) -> None:
-    """This is a danger for the host: a link in the target's path redirects the mount, but the table shows the real
-    place."""
+def test_symlinks_in_the_target_are_resolved(shim: Shim, places: tuple[Path, Path], tmp_path: Path) -> None:
+    """A symbolic link in the target redirects the mount, so callers must check the real path in the mount table."""
     source, target = places
     (tmp_path / "link").symlink_to(target)
     shim.check_ok("mount", "-t", "nullfs", "-o", "ro", str(source), str(tmp_path / "link"))
     assert mount_table(shim)[0]["node"] == str(target)
 
 
-def test_a_link_swapped_in_at_the_last_moment_is_followed_and_shown(
+def test_a_symlink_created_during_a_mount_is_followed_and_shown(
     shim: Shim, places: tuple[Path, Path], tmp_path: Path
 ) -> None:
-    """The target is swapped all the time. The table shows the mount's real place."""
+    """A thread swaps the target all the time. The mount table shows the real path of the mount."""
     source, target = places
     outside, target = tmp_path / "outside", target / "swapped"
     outside.mkdir()
     target.mkdir()
-    swapping = [True]
+    keep_swapping = [True]
 
-    def swap() -> None:
-        while swapping:
+    def swap_target() -> None:
+        while keep_swapping:
             for change in (
                 lambda: target.rename(tmp_path / "aside"),
                 lambda: target.symlink_to(outside),
@@ -112,25 +111,25 @@ def test_a_link_swapped_in_at_the_last_moment_is_followed_and_shown(
                 with contextlib.suppress(OSError):
                     change()
 
-    thread = threading.Thread(target=swap)
+    thread = threading.Thread(target=swap_target)
     thread.start()
     try:
         for _ in range(20):
-            done = shim("mount", "-t", "nullfs", "-o", "ro,nocover", str(source), str(target))
-            assert done.returncode in (0, 1), done
+            result = shim("mount", "-t", "nullfs", "-o", "ro,nocover", str(source), str(target))
+            assert result.returncode in (0, 1), result
             rows = mount_table(shim)
             assert [row["node"] for row in rows] in ([], [str(outside)], [str(target)], [str(tmp_path / "aside")])
-            assert len(rows) == (done.returncode == 0), (done, rows)
+            assert len(rows) == (result.returncode == 0), (result, rows)
             for row in rows:
-                # The mount point is still moved between these two during the check.
-                moved = (str(target), str(tmp_path / "aside"))
-                nodes = moved if row["node"] in moved else (str(row["node"]),)
+                # The thread still renames the mount point between these two names.
+                both_names = (str(target), str(tmp_path / "aside"))
+                nodes = both_names if row["node"] in both_names else (str(row["node"]),)
                 deadline = time.monotonic() + 30
                 while not any(os.path.isdir(f"{node}/inner") for node in nodes):
                     assert time.monotonic() < deadline, row
                 shim.check_ok("umount", str(row["fsid"]))
     finally:
-        swapping.clear()
+        keep_swapping.clear()
         thread.join()
 
 
@@ -146,7 +145,7 @@ def test_a_mount_keeps_its_name_when_a_parent_is_renamed(shim: Shim, places: tup
     assert not (target / "else/node/inner").exists()
 
 
-def test_a_permanently_busy_mount(shim: Shim, places: tuple[Path, Path]) -> None:
+def test_a_busy_mount_cannot_be_unmounted_by_force(shim: Shim, places: tuple[Path, Path]) -> None:
     source, target = places
     shim.check_ok("mount", "-t", "nullfs", str(source), str(target))
     shim.check_ok("freebsd-shim", "set", "busy", str(target))
@@ -182,7 +181,7 @@ def test_mount_errors(shim: Shim, places: tuple[Path, Path]) -> None:
     )
 
 
-def test_umount_by_special_removes_the_newest_and_force(shim: Shim, places: tuple[Path, Path], tmp_path: Path) -> None:
+def test_umount_by_special_removes_the_newest_mount(shim: Shim, places: tuple[Path, Path], tmp_path: Path) -> None:
     source, target = places
     other = tmp_path / "other"
     other.mkdir()
@@ -198,25 +197,25 @@ def test_umount_by_special_removes_the_newest_and_force(shim: Shim, places: tupl
 def test_umount_by_fsid_during_renames_of_a_parent(shim: Shim, places: tuple[Path, Path], tmp_path: Path) -> None:
     source, target = places
     (target / "below").mkdir()
-    renaming = [True]
+    keep_renaming = [True]
 
-    def rename() -> None:
-        while renaming:
+    def rename_parent() -> None:
+        while keep_renaming:
             target.rename(tmp_path / "away")
             target.symlink_to(source)
             target.unlink()
             (tmp_path / "away").rename(target)
 
     for force in ([], ["-f"]):
-        renaming.append(True)
+        keep_renaming.append(True)
         shim.check_ok("mount", "-t", "nullfs", str(source), str(target / "below"))
         (row,) = mount_table(shim)
-        thread = threading.Thread(target=rename)
+        thread = threading.Thread(target=rename_parent)
         thread.start()
         try:
             shim.check_ok("umount", *force, str(row["fsid"]))
         finally:
-            renaming.clear()
+            keep_renaming.clear()
             thread.join()
         assert mount_table(shim) == []
 
@@ -233,7 +232,7 @@ def test_an_open_file_keeps_the_file_system_below_a_forced_unmount(shim: Shim, p
         file.write("still")
     deadline = time.monotonic() + 30
     while any(holds_device(path, device) for path in Path("/proc").iterdir()):
-        assert time.monotonic() < deadline, "something keeps it for ever"
+        assert time.monotonic() < deadline, "a process keeps the file system in use"
         time.sleep(0.1)
 
 

@@ -1,4 +1,4 @@
-"""ifconfig, route: names, errors, and packets between host and jail."""
+"""Test ifconfig and route: names, errors, and packets between host and jail."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ CLIENT = "import socket, sys; print(socket.create_connection((sys.argv[1], 7000)
 
 
 def connect_jail(shim: Shim, name: str, number: int) -> None:
-    """Connect jail ``name`` to bridge sxbr0 as 10.213.0.<number>, as on the contract page."""
+    """Connect a jail to the bridge sxbr0 with the address 10.213.0.<number>."""
     if "sxbr0" not in shim.check_ok("ifconfig", "-l").split():
         assert shim.check_ok("ifconfig", "bridge", "create", "name", "sxbr0") == "sxbr0\n"
         shim.check_ok("ifconfig", "sxbr0", "ether", "58:9c:fc:00:00:01")
@@ -65,7 +65,7 @@ def test_ifconfig_output(shim: Shim) -> None:
     assert "AUTOPTP,PRIVATE>" in shim.check_ok("ifconfig", "sxbr0")
 
 
-def test_teardown_in_the_documented_order(shim: Shim) -> None:
+def test_teardown_in_the_documented_order_removes_everything(shim: Shim) -> None:
     before = shim.check_ok("ifconfig", "-l")
     shim.create_jail()
     connect_jail(shim, "sx1", 5)
@@ -83,8 +83,8 @@ def test_interfaces_return_to_the_host_when_the_jail_ends(shim: Shim) -> None:
     shim.create_jail()
     connect_jail(shim, "sx1", 5)
     shim.check_ok("jail", "-R", "sx1")
-    listed = shim.check_ok("ifconfig", "sx1b")
-    assert "ether 02:00:00:00:00:05" in listed and "inet " not in listed
+    output = shim.check_ok("ifconfig", "sx1b")
+    assert "ether 02:00:00:00:00:05" in output and "inet " not in output
     shim.check_ok("ifconfig", "sx1b", "destroy")
     shim.check_fails(1, "ifconfig: interface sx1a does not exist", "ifconfig", "sx1a")
 
@@ -99,17 +99,17 @@ def test_a_dying_jail_keeps_its_interfaces(shim: Shim) -> None:
     shim.check_ok("ifconfig", "sx1a", "destroy")
 
 
-def test_units_and_names(shim: Shim) -> None:
+def test_interface_units_and_names(shim: Shim) -> None:
     assert shim.check_ok("ifconfig", "epair", "create") == "epair0a\n"
     shim.check_ok("ifconfig", "epair0a", "name", "one")
     shim.check_ok("ifconfig", "epair0b", "name", "two")
     assert shim.check_ok("ifconfig", "epair", "create") == "epair1a\n"  # the unit stays in use
     shim.check_fails(1, "ifconfig: interface epair1a already exists", "ifconfig", "epair1a", "create")
     assert shim.check_ok("ifconfig", "bridge7", "create") == ""
-    failed = "ifconfig: ioctl SIOCSIFNAME (set name): "
-    shim.check_fails(1, failed + "File name too long", "ifconfig", "one", "name", "sixteencharacter")
+    rename_error = "ifconfig: ioctl SIOCSIFNAME (set name): "
+    shim.check_fails(1, rename_error + "File name too long", "ifconfig", "one", "name", "sixteencharacter")
     shim.check_ok("ifconfig", "one", "name", "fifteencharacte")
-    shim.check_fails(1, failed + "File exists", "ifconfig", "two", "name", "fifteencharacte")
+    shim.check_fails(1, rename_error + "File exists", "ifconfig", "two", "name", "fifteencharacte")
     shim.check_fails(1, "ifconfig: SIOCIFCREATE2 (foo0): Invalid argument", "ifconfig", "foo0", "create")
     shim.check_fails(1, "ifconfig: averyverylongname: cloning name too long", "ifconfig", "averyverylongname", "create")
 
@@ -137,13 +137,13 @@ def test_ifconfig_and_route_errors(shim: Shim) -> None:
     shim.check_fails(1, "ifconfig: malformed link-level address", "ifconfig", "epair0a", "ether", "02:00")
     shim.check_fails(1, "ifconfig: 'vnet' requires argument", "ifconfig", "epair0a", "vnet")
     shim.check_fails(1, "ifconfig: SIOCIFDESTROY: Invalid argument", "ifconfig", "lo0", "destroy")
-    missing = "ifconfig: ioctl (SIOCDIFADDR): Can't assign requested address"
-    shim.check_fails(1, missing, "ifconfig", "epair0a", "inet", "10.9.9.9/24", "-alias")
+    address_error = "ifconfig: ioctl (SIOCDIFADDR): Can't assign requested address"
+    shim.check_fails(1, address_error, "ifconfig", "epair0a", "inet", "10.9.9.9/24", "-alias")
     shim.check_ok("jail", "-c", "name=plain", f"path={shim.root}", "persist")
     shim.check_fails(1, "ifconfig: SIOCSIFVNET: File exists", "ifconfig", "epair0b", "vnet", "plain")
 
 
-def test_interface_addresses(shim: Shim) -> None:
+def test_addresses_are_added_and_replaced(shim: Shim) -> None:
     shim.check_ok("ifconfig", "epair", "create")
     shim.check_ok("ifconfig", "epair0a", "inet", "10.1.0.1/24")
     assert "flags=1008843<UP," in shim.check_ok("ifconfig", "epair0a") or "flags=8843<UP," in shim.check_ok(
@@ -151,24 +151,27 @@ def test_interface_addresses(shim: Shim) -> None:
     )
     shim.check_ok("ifconfig", "epair0a", "inet", "10.2.0.1/24", "alias")
     shim.check_ok("ifconfig", "epair0a", "inet", "10.3.0.1/24")  # Without alias, this replaces the first address.
-    listed = shim.check_ok("ifconfig", "epair0a", "inet")
-    assert "10.1.0.1" not in listed and "10.2.0.1" in listed and "10.3.0.1" in listed
+    output = shim.check_ok("ifconfig", "epair0a", "inet")
+    assert "10.1.0.1" not in output and "10.2.0.1" in output and "10.3.0.1" in output
     shim.check_ok("ifconfig", "epair0a", "inet", "10.2.0.1", "-alias")
     assert "10.2.0.1" not in shim.check_ok("ifconfig", "epair0a")
 
 
-def test_routes(shim: Shim) -> None:
+def test_routes_are_added_and_deleted(shim: Shim) -> None:
     shim.create_jail()
     connect_jail(shim, "sx1", 5)
-    got = shim.check_ok("route", "-n", "-j", "sx1", "get", "default")
-    assert "    gateway: 10.213.0.1\n" in got and "  interface: sx1b\n" in got
-    done = shim("route", "-j", "sx1", "add", "default", "10.213.0.1")
-    assert (done.returncode, done.stdout) == (1, "add net default: gateway 10.213.0.1 fib 0: route already in table\n")
+    output = shim.check_ok("route", "-n", "-j", "sx1", "get", "default")
+    assert "    gateway: 10.213.0.1\n" in output and "  interface: sx1b\n" in output
+    result = shim("route", "-j", "sx1", "add", "default", "10.213.0.1")
+    assert (result.returncode, result.stdout) == (
+        1,
+        "add net default: gateway 10.213.0.1 fib 0: route already in table\n",
+    )
     assert shim.check_ok("route", "-j", "sx1", "delete", "default") == "delete net default\n"
-    done = shim("route", "-j", "sx1", "delete", "default")
-    assert (done.returncode, done.stdout) == (1, "delete net default fib 0: not in table\n")
-    done = shim("route", "-j", "sx1", "add", "default", "172.16.0.1")
-    assert done.returncode == 1 and done.stdout.endswith("fib 0: Network is unreachable\n")
+    result = shim("route", "-j", "sx1", "delete", "default")
+    assert (result.returncode, result.stdout) == (1, "delete net default fib 0: not in table\n")
+    result = shim("route", "-j", "sx1", "add", "default", "172.16.0.1")
+    assert result.returncode == 1 and result.stdout.endswith("fib 0: Network is unreachable\n")
     shim.check_fails(1, "route: route has not been found", "route", "-j", "sx1", "get", "default")
     shim.check_fails(68, "route: bad address: nowhere!", "route", "add", "default", "nowhere!")
     shim.check_fails(1, "route: Jail not found", "route", "-j", "none", "add", "default", "10.0.0.1")
@@ -189,7 +192,7 @@ def test_private_bridge_members_cannot_reach_each_other(shim: Shim) -> None:
     server.communicate()
 
 
-MAIN = """\
+MAIN_RULES = """\
 set skip on lo0
 nat-anchor "sbx/*"
 rdr-anchor "sbx/*"
@@ -200,8 +203,8 @@ anchor "sbx/*"
 def test_pf_filters_and_translates_real_packets(shim: Shim) -> None:
     shim.create_jail()
     connect_jail(shim, "sx1", 5)
-    shim.check_ok("pfctl", "-f", "-", input=MAIN)
-    # a second network beyond the host: the other jail is "outside"
+    shim.check_ok("pfctl", "-f", "-", input=MAIN_RULES)
+    # The jail "out" is on a second network, behind the host.
     shim.check_ok("jail", "-c", "name=out", f"path={shim.root}", "persist", "vnet=new")
     shim.check_ok("ifconfig", "epair", "create", "name", "outa")
     shim.check_ok("ifconfig", "epair1b", "name", "outb")
@@ -213,7 +216,7 @@ def test_pf_filters_and_translates_real_packets(shim: Shim) -> None:
     for server in servers:
         assert server.stdout is not None and server.stdout.readline() == "up\n"
     client = ["/usr/bin/python3", "-c", CLIENT]
-    assert shim("jexec", "sx1", *client, "10.214.0.9").returncode == 1  # no way back: out has no route
+    assert shim("jexec", "sx1", *client, "10.214.0.9").returncode == 1  # The jail "out" has no route back.
     nat = "nat on outa inet from 10.213.0.5 to any -> (outa)\n"
     shim.check_ok("pfctl", "-a", "sbx/1", "-f", "-", input=nat)
     assert shim.check_ok("jexec", "sx1", *client, "10.214.0.9") == "10.214.0.1\n"
@@ -223,7 +226,7 @@ def test_pf_filters_and_translates_real_packets(shim: Shim) -> None:
     rdr = "rdr pass on outa inet proto tcp from any to 10.214.0.1 port 7000 -> 10.213.0.5 port 7000\n"
     shim.check_ok("pfctl", "-a", "sbx/1", "-f", "-", input=nat + rdr)
     assert shim.check_ok("jexec", "out", *client, "10.214.0.1") == "10.214.0.9\n"
-    # without a call in the main ruleset, rules of an anchor have no effect
+    # The main ruleset does not call this anchor, so its rules have no effect.
     shim.check_ok("pfctl", "-a", "other/1", "-f", "-", input="block drop quick all\n")
     assert shim.check_ok("jexec", "sx1", *client, "10.214.0.9") == "10.214.0.1\n"
     assert shim("pfctl", "-a", "sbx/1", "-F", "all").stderr == "rules cleared\nnat cleared\n0 tables deleted.\n"

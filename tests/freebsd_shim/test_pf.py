@@ -1,4 +1,4 @@
-"""pfctl: accepted and rejected rules, and its listings."""
+"""Test pfctl: which rules it accepts, and how it prints them."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ pass
     shim.check_fails(1, "pfctl: DIOCGETRULES: Invalid argument", "pfctl", "-a", "sbx/1", "-s", "rules")
 
 
-def test_the_machines_own_addresses(shim: Shim) -> None:
+def test_self_is_accepted_as_an_address(shim: Shim) -> None:
     shim.check_ok(
         "pfctl", "-a", "sbx/1", "-f", "-", input="block return in quick on em0 inet from 10.0.0.5 to (self)\n"
     )
@@ -52,8 +52,8 @@ def test_the_machines_own_addresses(shim: Shim) -> None:
 
 def test_states_are_killed_by_source_and_target(shim: Shim) -> None:
     assert shim("pfctl", "-k", "10.0.0.5").stderr == "killed 0 states from 1 sources and 0 destinations\n"
-    done = shim("pfctl", "-k", "0.0.0.0/0", "-k", "10.0.0.5")
-    assert done.stderr == "killed 0 states from 1 sources and 1 destinations\n"
+    result = shim("pfctl", "-k", "0.0.0.0/0", "-k", "10.0.0.5")
+    assert result.stderr == "killed 0 states from 1 sources and 1 destinations\n"
     shim.check_ok("pfctl", "-q", "-k", "10.0.0.5")
     assert shim("pfctl", "-k", "1.1.1.1", "-k", "2.2.2.2", "-k", "3.3.3.3").returncode == 1
     assert shim("pfctl", "-k", "label", "-k", "x").returncode == 70
@@ -78,19 +78,21 @@ def test_states_are_killed_by_source_and_target(shim: Shim) -> None:
     ],
 )
 def test_invalid_pf_rules_are_refused(shim: Shim, rule: str) -> None:
-    done = shim("pfctl", "-a", "sbx/1", "-f", "-", input=rule + "\n")
+    result = shim("pfctl", "-a", "sbx/1", "-f", "-", input=rule + "\n")
     if rule == "pass from 10.0.0.1":
-        assert done.returncode == 0
+        assert result.returncode == 0
         return
-    assert done.returncode == 1 and done.stderr.startswith("stdin:1: ") and done.stderr.endswith(NOT_LOADED + "\n")
+    assert (
+        result.returncode == 1 and result.stderr.startswith("stdin:1: ") and result.stderr.endswith(NOT_LOADED + "\n")
+    )
     assert shim("pfctl", "-a", "sbx/1", "-nf", "-", input=rule + "\n").stderr.startswith("stdin:1: ")
 
 
-def test_rule_order(shim: Shim) -> None:
-    words = "Rules must be in order: options, ethernet, normalization, queueing, translation, filtering"
+def test_rules_in_the_wrong_order_are_refused(shim: Shim) -> None:
+    message = "Rules must be in order: options, ethernet, normalization, queueing, translation, filtering"
     text = "pass\nnat on em0 inet from any to any -> (em0)\n"
-    shim.check_fails(1, f"stdin:2: {words}\n{NOT_LOADED}", "pfctl", "-a", "sbx/1", "-f", "-", input=text)
-    shim.check_fails(1, f"stdin:2: {words}", "pfctl", "-n", "-a", "sbx/1", "-f", "-", input=text)
+    shim.check_fails(1, f"stdin:2: {message}\n{NOT_LOADED}", "pfctl", "-a", "sbx/1", "-f", "-", input=text)
+    shim.check_fails(1, f"stdin:2: {message}", "pfctl", "-n", "-a", "sbx/1", "-f", "-", input=text)
 
 
 def test_an_unsupported_rule_is_not_a_syntax_error(shim: Shim) -> None:
@@ -104,7 +106,7 @@ def test_an_invalid_file_changes_nothing(shim: Shim) -> None:
     assert shim.check_ok("pfctl", "-a", "sbx/1", "-s", "rules") == "block drop quick inet from 10.0.0.5 to any\n"
 
 
-def test_enabling_pf_and_its_module(shim: Shim) -> None:
+def test_enabling_and_disabling_pf(shim: Shim) -> None:
     shim.check_fails(1, "pfctl: pf already enabled", "pfctl", "-e")
     assert shim("pfctl", "-d").stderr == "pf disabled\n"
     shim.check_fails(1, "pfctl: pf not enabled", "pfctl", "-d")

@@ -1,4 +1,4 @@
-"""rctl and sysctl: rules, messages, and the enforcement of limits."""
+"""Test rctl and sysctl: rules, messages, and the enforcement of limits."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ FORKS = (
 pytestmark = pytest.mark.skipif(not os.path.isdir("/sys/fs/cgroup/pids"), reason="needs cgroups version 1")
 
 
-def test_rctl_rules(shim: Shim) -> None:
+def test_rules_are_added_listed_and_removed(shim: Shim) -> None:
     shim.create_jail()
     shim.check_ok("rctl", "-a", "jail:sx1:maxproc:deny=100", "jail:sx1:vmemoryuse:deny=1g", "jail:sx1:pcpu:deny=50")
     shim.check_ok("rctl", "-a", "jail:other:maxproc:deny=5")
@@ -41,14 +41,14 @@ def test_rctl_rules(shim: Shim) -> None:
 
 
 def test_rctl_errors(shim: Shim) -> None:
-    bad = "rctl: failed to add rule '{}': {}"
-    for rule, why in (
+    error = "rctl: failed to add rule '{}': {}"
+    for rule, message in (
         ("jail:a:nonsense:deny=1", "Invalid argument"),
         ("jail:a:maxproc:refuse=1", "Invalid argument"),
         ("jail:a:maxproc:deny", "Invalid argument"),
         ("jail:a:cputime:deny=1", "Operation not supported"),
     ):
-        shim.check_fails(1, bad.format(rule, why), "rctl", "-a", rule)
+        shim.check_fails(1, error.format(rule, message), "rctl", "-a", rule)
     shim.check_fails(1, "rctl: malformed rule 'jail': missing subject", "rctl", "-a", "jail")
     rule = "jail:a:maxproc:deny=many"
     shim.check_fails(1, f"rctl: malformed rule '{rule}': invalid numeric value 'many'", "rctl", "-a", rule)
@@ -56,7 +56,7 @@ def test_rctl_errors(shim: Shim) -> None:
     shim.check_fails(1, "rctl: at most one of -a, -l, -r, or -u may be specified", "rctl", "-a", "-r", "jail:a")
 
 
-def test_rctl_disabled(shim: Shim) -> None:
+def test_disabled_rctl_is_reported(shim: Shim) -> None:
     shim.check_ok("freebsd-shim", "set", "kern.racct.enable", "0")
     shim.check_fails(1, DISABLED, "rctl", "-a", "jail:sx1:maxproc:deny=100")
     shim.check_fails(1, DISABLED, "rctl")
@@ -79,18 +79,18 @@ def test_maxproc_is_enforced_and_released(shim: Shim) -> None:
     assert shim.check_ok("jexec", "sx1", "/usr/bin/python3", "-c", FORKS).split() == ["20"]
 
 
-def test_rctl_usage(shim: Shim) -> None:
+def test_rctl_measures_usage(shim: Shim) -> None:
     shim.create_jail()
-    going = shim.start("jexec", "sx1", "sleep", "1000")
+    process = shim.start("jexec", "sx1", "sleep", "1000")
     while shim("pgrep", "-j", "sx1").returncode:
         time.sleep(0.02)
     usage = dict(line.split("=") for line in shim.check_ok("rctl", "-u", "jail:sx1").splitlines())
     assert len(usage) == 25 and usage["maxproc"] == "1" and int(usage["vmemoryuse"]) > int(usage["memoryuse"]) > 0
     shim.check_ok("pkill", "-KILL", "-j", "sx1")
-    going.communicate()
+    process.communicate()
 
 
-def test_sysctl(shim: Shim) -> None:
+def test_sysctl_reads_and_writes_values(shim: Shim) -> None:
     assert shim.check_ok("sysctl", "kern.ostype") == "kern.ostype: FreeBSD\n"
     assert shim.check_ok("sysctl", "-n", "kern.osreldate", "kern.osrelease") == "1403000\n14.3-RELEASE\n"
     assert shim.check_ok("sysctl", "net.link.bridge.pfil_member=0") == "net.link.bridge.pfil_member: 1 -> 0\n"

@@ -1,4 +1,4 @@
-"""Jails on clones of real ZFS: they keep their dataset in use exactly as long as they exist."""
+"""Test that a jail on a ZFS clone keeps the dataset in use for exactly as long as it exists."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from tests.support import session
 
 @pytest.fixture
 def pool(need_root: None, tmp_path_factory: pytest.TempPathFactory) -> Iterator[pools.Pool]:
-    with pools.pool(f"t{session.run_id()}s", tmp_path_factory.mktemp("pool"), megabytes=256) as made:
-        yield made
+    with pools.pool(f"t{session.run_id()}s", tmp_path_factory.mktemp("pool"), megabytes=256) as pool:
+        yield pool
 
 
 def destroy(dataset: str) -> None:
-    """As the host does: zfs-fuse says "busy" once for a mounted dataset."""
+    """Destroy a dataset. Retries as the host does, because zfs-fuse reports a mounted dataset as busy once."""
     for _ in range(20):
         if pools.run("zfs", "destroy", dataset, check=False).returncode == 0:
             return
@@ -27,7 +27,7 @@ def destroy(dataset: str) -> None:
     raise AssertionError(pools.run("zfs", "destroy", dataset, check=False).stderr)
 
 
-def test_a_jail_on_a_zfs_clone(pool: pools.Pool, shim: Shim) -> None:
+def test_a_jail_keeps_its_zfs_clone_in_use(pool: pools.Pool, shim: Shim) -> None:
     template, clone = f"{pool.name}/template", f"{pool.name}/sandbox"
     pools.run("zfs", "create", template)
     root = pool.mount_point / "template"
@@ -37,15 +37,15 @@ def test_a_jail_on_a_zfs_clone(pool: pools.Pool, shim: Shim) -> None:
         (root / name).symlink_to(f"usr/{name}")
     (root / "etc/passwd").write_text("root:x:0:0:root:/:/bin/sh\n")
     pools.run("zfs", "snapshot", f"{template}@base")
-    for turn in range(2):  # again under the same name, as after a rollback
+    for attempt in range(2):  # The second time, the name is reused, as after a rollback.
         pools.run("zfs", "clone", f"{template}@base", clone)
         path = pool.mount_point / "sandbox"
         shim.check_ok("mount", "-t", "nullfs", "-o", "ro,nocover", "/usr", str(path / "usr"))
         shim.check_ok("jail", "-i", "-c", "name=z", f"path={path}", "persist", "vnet=new", "mount.devfs")
-        shim.check_ok("jexec", "z", "sh", "-c", f"echo {turn} > /tmp/turn; test -c /dev/null")
-        assert (path / "tmp/turn").read_text() == f"{turn}\n"
+        shim.check_ok("jexec", "z", "sh", "-c", f"echo {attempt} > /tmp/turn; test -c /dev/null")
+        assert (path / "tmp/turn").read_text() == f"{attempt}\n"
         assert pools.run("zfs", "destroy", clone, check=False).returncode != 0  # in use
-        assert shim.check_ok("jexec", "z", "cat", "/tmp/turn") == f"{turn}\n"
+        assert shim.check_ok("jexec", "z", "cat", "/tmp/turn") == f"{attempt}\n"
         shim.check_ok("jail", "-R", "z")
         shim.check_ok("umount", str(path / "dev"), str(path / "usr"))
         destroy(clone)

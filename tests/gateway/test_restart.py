@@ -1,4 +1,4 @@
-"""The daemon as a process, killed and stopped while sandboxes run."""
+"""The daemon is killed and stopped while sandboxes run."""
 
 from __future__ import annotations
 
@@ -30,26 +30,28 @@ def read_counter(gateway: Gateway, name: str) -> int:
 
 @pytest.fixture
 def ten_sandboxes(gateway: Callable[..., Gateway]) -> Gateway:
-    """A gateway with a source that counts, its snapshot, and nine forks of that."""
-    made = gateway()
-    made.call("POST", "/sandboxes", {"templateID": TEMPLATE, "name": "source", "timeout": -1})
-    made.sh(
+    """A gateway with ten sandboxes: one that runs a counter, and nine forks of its snapshot."""
+    started_gateway = gateway()
+    started_gateway.call("POST", "/sandboxes", {"templateID": TEMPLATE, "name": "source", "timeout": -1})
+    started_gateway.sh(
         "source", f'python3 -c "{COUNT}" </dev/null >/dev/null 2>&1 & while ! [ -e /run/counter ]; do sleep 0.1; done'
     )
-    made.call("POST", "/sandboxes/source/snapshots", {"name": "mark"})
-    made.call("POST", "/snapshots/mark/fork", {"count": 9, "names": [f"fork-{n}" for n in range(1, 10)]})
-    return made
+    started_gateway.call("POST", "/sandboxes/source/snapshots", {"name": "mark"})
+    started_gateway.call("POST", "/snapshots/mark/fork", {"count": 9, "names": [f"fork-{n}" for n in range(1, 10)]})
+    return started_gateway
 
 
 def observable_state(gateway: Gateway) -> Any:
-    """Everything that a restart must not change."""
+    """Return everything that a restart must not change."""
     sandboxes = gateway.call("GET", "/sandboxes?limit=1000")
     keys = ("sandboxID", "name", "state", "templateID", "forkedFrom", "snapshotID", "metadata", "endAt")
-    described = sorted([{key: each.get(key) for key in keys} for each in sandboxes], key=lambda each: each["sandboxID"])
-    return described, gateway.call("GET", "/lineage"), gateway.call("GET", "/snapshots")
+    sandbox_fields = sorted(
+        [{key: each.get(key) for key in keys} for each in sandboxes], key=lambda each: each["sandboxID"]
+    )
+    return sandbox_fields, gateway.call("GET", "/lineage"), gateway.call("GET", "/snapshots")
 
 
-def test_kill_9_with_ten_sandboxes_running(ten_sandboxes: Gateway) -> None:
+def test_sandboxes_survive_a_killed_gateway(ten_sandboxes: Gateway) -> None:
     before = observable_state(ten_sandboxes)
     counts = {name: read_counter(ten_sandboxes, name) for name in ("source", "fork-1", "fork-9")}
     ten_sandboxes.kill_9()
@@ -58,12 +60,12 @@ def test_kill_9_with_ten_sandboxes_running(ten_sandboxes: Gateway) -> None:
     for name in ("source", *(f"fork-{n}" for n in range(1, 10))):
         assert ten_sandboxes.sh(name, "hostname").strip() == name
     for name, count in counts.items():
-        assert read_counter(ten_sandboxes, name) > count, f"{name} stood still"
+        assert read_counter(ten_sandboxes, name) > count, f"{name} stopped counting"
     ten_sandboxes.call("POST", "/sandboxes/fork-1/snapshots", {"name": "after"})
     ten_sandboxes.call("POST", "/snapshots/after/fork", {"name": "late"})
 
 
-def test_kill_9_during_a_snapshot_leaves_no_partial_snapshot(ten_sandboxes: Gateway) -> None:
+def test_killing_the_gateway_during_a_snapshot_leaves_no_partial_snapshot(ten_sandboxes: Gateway) -> None:
     for delay in (0.02, 0.05, 0.08, 0.12):
         ten_sandboxes.sh("source", "head -c 8000000 /dev/urandom >/run/blob")
         thread = threading.Thread(target=snapshot, args=(ten_sandboxes.url, f"cut-{int(delay * 1000)}"))
@@ -74,8 +76,8 @@ def test_kill_9_during_a_snapshot_leaves_no_partial_snapshot(ten_sandboxes: Gate
         ten_sandboxes.start()
         assert ten_sandboxes.sh("source", "hostname").strip() == "source"
         assert not list(ten_sandboxes.state_root.glob("snapshots/.partial-*"))
-        for found in ten_sandboxes.call("GET", "/snapshots"):
-            fork = ten_sandboxes.call("POST", f"/snapshots/{found['snapshotID']}/fork", {})
+        for listed_snapshot in ten_sandboxes.call("GET", "/snapshots"):
+            fork = ten_sandboxes.call("POST", f"/snapshots/{listed_snapshot['snapshotID']}/fork", {})
             assert read_counter(ten_sandboxes, fork["sandboxID"]) > 0
             ten_sandboxes.call("DELETE", f"/sandboxes/{fork['sandboxID']}")
 
@@ -83,7 +85,7 @@ def test_kill_9_during_a_snapshot_leaves_no_partial_snapshot(ten_sandboxes: Gate
 def snapshot(url: str, name: str) -> None:
     transport = httpx.HTTPTransport(uds=url.removeprefix("unix://"))
     client = httpx.Client(transport=transport, base_url="http://gateway", timeout=30)
-    with client, contextlib.suppress(httpx.HTTPError):  # the gateway is killed meanwhile, on purpose
+    with client, contextlib.suppress(httpx.HTTPError):  # The gateway is killed during this request.
         client.post("/sandboxes/source/snapshots", json={"name": name})
 
 

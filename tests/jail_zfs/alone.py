@@ -1,7 +1,7 @@
-"""`python -m tests.jail_zfs.alone STORY DIRECTORY`, as root in its own mount and process namespaces: a private zfs-fuse
-daemon that can be killed at any time.
+"""Test the storage with a private zfs-fuse daemon that can be killed.
 
-Stories: `dead` (no daemon answers), `killed` (the daemon is killed while objects are created, and restarted).
+Run `python -m tests.jail_zfs.alone SCENARIO DIRECTORY` as root in new mount and process namespaces. Scenarios: `dead`
+(the daemon is not running), `killed` (the daemon is killed while objects are created, and restarted).
 """
 
 from __future__ import annotations
@@ -27,23 +27,23 @@ _POOL = "alone"
 
 
 def _hide_daemon() -> None:
-    """Hide the machine's daemon and its mounts from here on (visible mounts would be pinned)."""
+    """Hide the machine's daemon from this process, and unmount its file systems, which would otherwise stay in use."""
     for directory in ("/run/zfs", "/run/lock/zfs", "/var/lib/zfs"):
         Path(directory).mkdir(parents=True, exist_ok=True)
         subprocess.run(["mount", "-t", "tmpfs", "tmpfs", directory], check=True, timeout=30)
     _unmount("")
 
 
-def _unmount(below: str) -> None:
+def _unmount(prefix: str) -> None:
     for line in reversed(Path("/proc/self/mounts").read_text().splitlines()):
         _, path, kind, *_ = line.split()
-        if kind == "fuse.zfs" and path.startswith(below):
+        if kind == "fuse.zfs" and path.startswith(prefix):
             subprocess.run(["umount", "-l", path], check=False, timeout=30)
 
 
 @contextlib.contextmanager
 def _private_pool(directory: Path) -> Iterator[Path]:
-    """Run a daemon with a pool; yields the daemon's pid file."""
+    """Run a private daemon with a pool. Yields the daemon's pid file."""
     pid_file, image = directory / "pid", directory / "image"
     with image.open("wb") as file:
         file.truncate(512 << 20)
@@ -65,7 +65,7 @@ def _restart_daemon(pid_file: Path, directory: Path) -> None:
     pools.start_daemon(pid_file)
 
 
-def dead(directory: Path) -> None:
+def check_dead_daemon(directory: Path) -> None:
     locks = directory / "locks"
     try:
         ZfsStorage("tank/grove", lock_directory=locks).open()
@@ -73,7 +73,7 @@ def dead(directory: Path) -> None:
         assert "zfs-fuse daemon is running" in error.message, error.message
         assert "start it" in error.message, error.message
     else:
-        raise AssertionError("a daemon answered")
+        raise AssertionError("the storage was opened without a daemon")
     with _private_pool(directory) as pid_file:
         storage = ZfsStorage(_POOL, lock_directory=locks)
         storage.open()
@@ -82,7 +82,7 @@ def dead(directory: Path) -> None:
         storage.instances.clone(base.id, sandbox.instance)
         storage.instances.save(sandbox)
         _kill(pid_file)
-        for use in (
+        for operation in (
             lambda: storage.instances.clone(base.id, "0" * 12),
             lambda: storage.instances.save(sandbox),
             lambda: storage.snapshots.capture(sandbox.instance, Snapshot()),
@@ -93,73 +93,73 @@ def dead(directory: Path) -> None:
             storage.scan,
         ):
             try:
-                use()
+                operation()
             except BackendFailed as error:
                 assert "ZFS cannot be reached" in error.message, error.message
             else:
-                raise AssertionError("it cannot have been done")
+                raise AssertionError("the operation succeeded without a daemon")
         storage.close()
         _restart_daemon(pid_file, directory)
-        again = ZfsStorage(_POOL, lock_directory=locks)
-        again.open()
-        found = again.scan()
-        assert ([s.id for s in found.sandboxes], [s.id for s in found.snapshots]) == ([sandbox.id], [base.id]), found
-        again.instances.mount(sandbox.instance)
-        assert (again.instances.path(sandbox.instance) / "file").exists()
-        again.close()
+        restarted = ZfsStorage(_POOL, lock_directory=locks)
+        restarted.open()
+        scan = restarted.scan()
+        assert ([s.id for s in scan.sandboxes], [s.id for s in scan.snapshots]) == ([sandbox.id], [base.id]), scan
+        restarted.instances.mount(sandbox.instance)
+        assert (restarted.instances.path(sandbox.instance) / "file").exists()
+        restarted.close()
 
 
-def killed(directory: Path) -> None:
-    """Check that every acknowledged object is there, and that every other one is complete or does not exist."""
+def check_killed_daemon(directory: Path) -> None:
+    """Check that every acknowledged object exists, and that every other object is complete or does not exist."""
     locks = directory / "locks"
-    dice = random.Random(int(os.environ.get("GROVE_TEST_SEED", "7")))
+    rng = random.Random(int(os.environ.get("GROVE_TEST_SEED", "7")))
     with _private_pool(directory) as pid_file:
         storage = ZfsStorage(_POOL, lock_directory=locks)
         storage.open()
         base = storage.snapshots.create_base(Snapshot(), lambda path: (path / "file").touch() or None)
         storage.close()
-        answered: dict[str, str] = {}
+        acknowledged: dict[str, str] = {}
         for _ in range(5):
             storage = ZfsStorage(_POOL, lock_directory=locks)
             storage.open()
             storage.scan()
-            busy = threading.Thread(target=_create_until_failure, args=(storage, base.id, answered))
-            busy.start()
-            time.sleep(0.2 + dice.random() * 0.3)
+            writer = threading.Thread(target=_create_until_failure, args=(storage, base.id, acknowledged))
+            writer.start()
+            time.sleep(0.2 + rng.random() * 0.3)
             _kill(pid_file)
-            busy.join(60)
-            assert not busy.is_alive()
+            writer.join(60)
+            assert not writer.is_alive()
             storage.close()
             _restart_daemon(pid_file, directory)
-            _check(locks, answered)
+            _check(locks, acknowledged)
 
 
-def _create_until_failure(storage: ZfsStorage, base: str, answered: dict[str, str]) -> None:
+def _create_until_failure(storage: ZfsStorage, base: str, acknowledged: dict[str, str]) -> None:
     with contextlib.suppress(GatewayError):
         while True:
             sandbox = Sandbox(name="web", metadata={"text": "x" * 5000})
             storage.instances.clone(base, sandbox.instance)
             storage.instances.save(sandbox)
-            answered[sandbox.id] = "sandbox"
+            acknowledged[sandbox.id] = "sandbox"
             snapshot = storage.snapshots.capture(sandbox.instance, Snapshot(recipe={"text": "y" * 20_000}))
-            answered[snapshot.id] = "snapshot"
+            acknowledged[snapshot.id] = "snapshot"
             storage.snapshots.save(snapshot)
 
 
-def _check(locks: Path, answered: dict[str, str]) -> None:
+def _check(locks: Path, acknowledged: dict[str, str]) -> None:
     storage = ZfsStorage(_POOL, lock_directory=locks)
     storage.open()
-    found = storage.scan()
-    ids = {record.id for record in (*found.sandboxes, *found.snapshots)}
-    assert set(answered) <= ids, set(answered) - ids
-    assert len(ids - set(answered)) <= 6, "the base, and one that was made and not answered for each time"
-    assert all("removed, because it was never committed" in note for note in found.repaired), found.repaired
+    scan = storage.scan()
+    ids = {record.id for record in (*scan.sandboxes, *scan.snapshots)}
+    assert set(acknowledged) <= ids, set(acknowledged) - ids
+    assert len(ids - set(acknowledged)) <= 6, "the base, and one unacknowledged object for each time"
+    assert all("removed, because it was never committed" in note for note in scan.repaired), scan.repaired
     for name in zfs.list_datasets(f"{_POOL}/sandboxes", depth=1)[1:]:
-        assert name.rpartition("/")[2] in {sandbox.instance for sandbox in found.sandboxes}
+        assert name.rpartition("/")[2] in {sandbox.instance for sandbox in scan.sandboxes}
     assert storage.scan().repaired == []
     storage.close()
 
 
 if __name__ == "__main__":
     _hide_daemon()
-    {"dead": dead, "killed": killed}[sys.argv[1]](Path(sys.argv[2]))
+    {"dead": check_dead_daemon, "killed": check_killed_daemon}[sys.argv[1]](Path(sys.argv[2]))

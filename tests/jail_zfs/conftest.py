@@ -1,4 +1,4 @@
-"""Real ZFS: one pool for the run, a root dataset for each test."""
+"""Fixtures for tests with real ZFS: one pool for the run, and a root dataset for each test."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def zpool(need_root: None) -> Iterator[pools.Pool]:
 
 @pytest.fixture
 def root(zpool: pools.Pool) -> Iterator[str]:
-    """A mounted dataset for the test; removed afterwards with everything below it."""
+    """Create a mounted dataset for the test. Destroyed at the end with everything below it."""
     name = f"{zpool.name}/r{next(_numbers)}"
     pools.run("zfs", "create", name)
     yield name

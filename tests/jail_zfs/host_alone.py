@@ -1,5 +1,7 @@
-"""`python -m tests.jail_zfs.host_alone DIRECTORY`, as root in its own mount, network and process namespaces: the
-private zfs-fuse daemon of a jail host is killed while a sandbox runs. Prints ``"well"`` at the end.
+"""Kill the private zfs-fuse daemon of a jail host while a sandbox runs.
+
+Run `python -m tests.jail_zfs.host_alone DIRECTORY` as root in new mount, network and process namespaces. It prints
+``"passed"`` at the end.
 """
 
 from __future__ import annotations
@@ -21,7 +23,7 @@ from tests.support.live import Live
 from tests.support.worlds import TEMPLATE
 
 
-def check_without_zfs(world: JailZfsWorld, live: Live) -> dict[str, set[str]]:
+def collect_resources(world: JailZfsWorld, live: Live) -> dict[str, set[str]]:
     prefix = live.config.network.prefix
     return {
         "jails": set(world.jails(live.config)),
@@ -32,40 +34,40 @@ def check_without_zfs(world: JailZfsWorld, live: Live) -> dict[str, set[str]]:
     }
 
 
-def is_refused(live: Live, work: Coroutine[Any, Any, Any]) -> None:
+def assert_refused(live: Live, operation: Coroutine[Any, Any, Any]) -> None:
     try:
-        live.do(work)
+        live.do(operation)
     except BackendFailed as error:
         assert "ZFS cannot be reached" in error.message and "start it" in error.message, error.message
     else:
-        raise AssertionError("it cannot have been done")
+        raise AssertionError("the operation succeeded without a daemon")
 
 
-def story(world: JailZfsWorld, pid_file: Path) -> None:
+def run_scenario(world: JailZfsWorld, pid_file: Path) -> None:
     config = world.config()
     live = Live(world.host(config), config)
     live.do(live.engine.forks.create(TEMPLATE, ForkSpec(names=["one"])))
     live.do(live.engine.snapshots.create("one", name="mark"))
-    before = check_without_zfs(world, live)
+    before = collect_resources(world, live)
     _kill(pid_file)
-    is_refused(live, live.engine.forks.create(TEMPLATE, ForkSpec(names=["two"])))
-    is_refused(live, live.engine.forks.fork("mark", ForkSpec(count=2)))
-    is_refused(live, live.engine.sandboxes.rollback("one", "mark"))
-    is_refused(live, live.engine.snapshots.delete("mark"))
-    assert check_without_zfs(world, live) == before
+    assert_refused(live, live.engine.forks.create(TEMPLATE, ForkSpec(names=["two"])))
+    assert_refused(live, live.engine.forks.fork("mark", ForkSpec(count=2)))
+    assert_refused(live, live.engine.sandboxes.rollback("one", "mark"))
+    assert_refused(live, live.engine.snapshots.delete("mark"))
+    assert collect_resources(world, live) == before
     assert [sandbox.name for sandbox in live.engine.sandboxes.list()] == ["one"]
     live.close()
-    # As after a crash of the machine: its processes are gone.
+    # Simulate a crash of the machine: no process survives it.
     shim("freebsd-shim", "purge")
     shim("pfctl", "-q", "-f", "-", input=PF)
     _restart_daemon(pid_file, pid_file.parent)
-    again = Live(world.host(config), config)
-    names = [name for snapshot in again.engine.snapshots.list() for name in snapshot.names]
+    restarted = Live(world.host(config), config)
+    names = [name for snapshot in restarted.engine.snapshots.list() for name in snapshot.names]
     assert names == ["mark"], names
-    fork = again.do(again.engine.forks.create("mark", ForkSpec()))
-    assert again.shell(fork.id, "echo alive").strip() == "alive"
-    again.remove_all()
-    again.close()
+    fork = restarted.do(restarted.engine.forks.create("mark", ForkSpec()))
+    assert restarted.shell(fork.id, "echo alive").strip() == "alive"
+    restarted.remove_all()
+    restarted.close()
     world.forget(config)
 
 
@@ -75,8 +77,8 @@ def main(directory: Path) -> None:
     _hide_daemon()
     subprocess.run(["ip", "link", "set", "lo", "up"], check=True, timeout=30)
     with _private_pool(directory) as pid_file, world_on(pools.Pool(_POOL, directory / "mnt")) as world:
-        story(world, pid_file)
-    print('"well"')
+        run_scenario(world, pid_file)
+    print('"passed"')
 
 
 if __name__ == "__main__":

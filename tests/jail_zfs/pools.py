@@ -1,4 +1,4 @@
-"""Private pools on real ZFS: starts zfs-fuse's daemon if none runs, and ends it when no pool is left."""
+"""Create private pools on real ZFS. Starts zfs-fuse's daemon if it is not running, and stops it after the last pool."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from sandbox_gateway.zfs.run import mount_lock
 from tests.support import session
 from tests.support.waiting import eventually
 
-# the machine has only one daemon, so it has only one lock, too
+# A machine can have only one daemon, so all test runs share this lock.
 _LOCK = Path("/var/run/grove-test-zfs-fuse.lock")
 _PID_FILE = Path("/var/run/grove-test-zfs-fuse.pid")
 
@@ -30,34 +30,35 @@ class Pool:
 
 
 def run(*argv: str, check: bool = True, timeout: float = 60) -> subprocess.CompletedProcess[str]:
-    """Run ``zfs`` or ``zpool``, as a person would."""
+    """Run ``zfs`` or ``zpool`` directly, without the gateway's code."""
     env = {**os.environ, "LC_ALL": "C", "PATH": f"{os.environ['PATH']}:/sbin:/usr/sbin"}
-    turn = mount_lock(argv[1], timeout, None) if argv[1] in ("create", "mount") else contextlib.nullcontext()
-    with turn:
-        done = subprocess.run(
+    lock = mount_lock(argv[1], timeout, None) if argv[1] in ("create", "mount") else contextlib.nullcontext()
+    with lock:
+        result = subprocess.run(
             argv, capture_output=True, text=True, errors="replace", timeout=timeout, env=env, check=False
         )
-    assert not check or done.returncode == 0, f"{argv}: {done.stderr}"
-    return done
+    assert not check or result.returncode == 0, f"{argv}: {result.stderr}"
+    return result
 
 
-def is_answering() -> bool:
+def is_zfs_available() -> bool:
     return run("zpool", "list", "-H", "-o", "name", check=False).returncode == 0
 
 
 def start_daemon(pid_file: Path) -> None:
-    """Start zfs-fuse, which refuses to start if its pid file exists. It may outlive this run, so it lacks the run's
-    mark.
+    """Start zfs-fuse. It may outlive this run, so its environment does not contain the run's mark.
+
+    zfs-fuse refuses to start if its pid file exists.
     """
     env = {key: value for key, value in os.environ.items() if key != session.MARK}
     program = shutil.which("zfs-fuse", path=f"{os.environ['PATH']}:/usr/sbin:/sbin")
-    assert program, "neither does ZFS answer, nor is zfs-fuse installed"
+    assert program, "ZFS is not running, and zfs-fuse is not installed"
     deadline = time.monotonic() + 20
-    while not is_answering():
+    while not is_zfs_available():
         assert time.monotonic() < deadline, "zfs-fuse does not start"
         if pid_file.exists() and not _is_running(int(pid_file.read_text() or 0)):
             pid_file.unlink()
-        # it also refuses for a moment after another daemon has ended
+        # It also refuses to start for a moment after another daemon has exited.
         argv = [program, "--no-kstat-mount", "-p", str(pid_file)]
         subprocess.run(argv, stdin=subprocess.DEVNULL, env=env, timeout=30, check=False)
         time.sleep(0.2)
@@ -78,7 +79,7 @@ def stop_daemon(pid_file: Path) -> None:
 
 
 def _is_running(pid: int) -> bool:
-    """Whether the pid is a running zfs-fuse; a stale pid file may name any other process."""
+    """Return whether the process is a running zfs-fuse. A stale pid file may contain the pid of another process."""
     try:
         name, _, rest = Path(f"/proc/{pid}/stat").read_text().rpartition(")")
         return name.endswith("(zfs-fuse") and rest.split()[0] != "Z"
@@ -87,20 +88,22 @@ def _is_running(pid: int) -> bool:
 
 
 def destroy_all(dataset: str) -> None:
-    """Destroy the dataset and everything below it. zfs-fuse says "busy" once for each mounted dataset, and also while a
-    new mount namespace (of another test) holds one.
+    """Destroy a dataset and everything below it.
+
+    Retries, because zfs-fuse reports each mounted dataset as busy once, and also while a mount namespace that another
+    test created still has it mounted.
     """
     deadline = time.monotonic() + 60
-    while (done := run("zfs", "destroy", "-R", dataset, check=False)).returncode != 0:
-        if "does not exist" in done.stderr:
+    while (result := run("zfs", "destroy", "-R", dataset, check=False)).returncode != 0:
+        if "does not exist" in result.stderr:
             return
-        assert time.monotonic() < deadline, done.stderr
+        assert time.monotonic() < deadline, result.stderr
         time.sleep(0.05)
 
 
 @contextlib.contextmanager
 def _exclusive() -> Iterator[Path]:
-    """A lock on starting and ending the daemon, shared by all state directories; yields the path of its pid file."""
+    """Prevent other test runs from starting or stopping the daemon. Yields the path of its pid file."""
     with _LOCK.open("a") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         yield _PID_FILE
@@ -108,10 +111,10 @@ def _exclusive() -> Iterator[Path]:
 
 @contextlib.contextmanager
 def pool(name: str, directory: Path, *, megabytes: int = 1024) -> Iterator[Pool]:
-    """A pool on a sparse file in ``directory``, mounted there; destroyed at the end with all its content."""
+    """Create a pool on a sparse file in ``directory``, mounted there. At the end, destroy it with all its datasets."""
     image, mount_point = directory / f"{name}.img", directory / name
     with _exclusive() as pid_file:
-        if not is_answering():
+        if not is_zfs_available():
             start_daemon(pid_file)
         with image.open("wb") as file:
             file.truncate(megabytes << 20)
@@ -127,7 +130,7 @@ def pool(name: str, directory: Path, *, megabytes: int = 1024) -> Iterator[Pool]
             _stop_unused_daemon(pid_file)
 
 
-def destroy_left(names: Iterable[str]) -> None:
+def destroy_pools(names: Iterable[str]) -> None:
     """Destroy the pools of runs that were killed."""
     with _exclusive() as pid_file:
         for name in names:
@@ -136,31 +139,32 @@ def destroy_left(names: Iterable[str]) -> None:
 
 
 def _stop_unused_daemon(pid_file: Path) -> None:
-    """End the daemon that was started for pools, with the last of them."""
+    """Stop the daemon that ``pool`` started, if there are no pools any more."""
     if pid_file.exists() and not run("zpool", "list", "-H", "-o", "name").stdout.strip():
         stop_daemon(pid_file)
 
 
 @contextlib.contextmanager
 def _keep_awake(mount_point: Path) -> Iterator[None]:
-    """Keep this zfs-fuse awake inside the context.
+    """Send requests to zfs-fuse inside the context, so that it cannot hang.
 
-    Its only listener polls all file systems and then does a blocking read from one with a request. If the kernel
+    Its only listener polls all file systems, and then does a blocking read from one that has a request. If the kernel
     withdraws that request in between, because its process was stopped or killed, zfs-fuse reads no request for any
-    file system until this one has another."""
-    over = threading.Event()
+    file system until this one receives another request.
+    """
+    finished = threading.Event()
 
     def watch() -> None:
-        while not over.wait(1):
-            if not _all_answer([mount_point], 2):
-                _all_answer(_mounted_below(mount_point), 10)
+        while not finished.wait(1):
+            if not _all_respond([mount_point], 2):
+                _all_respond(_mounted_below(mount_point), 10)
 
     thread = threading.Thread(target=watch)
     thread.start()
     try:
         yield
     finally:
-        over.set()
+        finished.set()
         thread.join()
 
 
@@ -169,50 +173,49 @@ def _mounted_below(mount_point: Path) -> list[Path]:
     return [target for target in targets if target.is_relative_to(mount_point)]
 
 
-def _all_answer(mounts: list[Path], seconds: float) -> bool:
-    """Ask each file system for its size; returns whether all answered in time. Hung requests block only threads."""
+def _all_respond(mounts: list[Path], seconds: float) -> bool:
+    """Query the size of each file system. Returns whether all respond in time. Hung requests block only threads."""
 
-    def ask(mount: Path) -> None:
+    def query(mount: Path) -> None:
         with contextlib.suppress(OSError):
             os.statvfs(mount)
 
-    asking = [threading.Thread(target=ask, args=(mount,), daemon=True) for mount in mounts]
-    for thread in asking:
+    threads = [threading.Thread(target=query, args=(mount,), daemon=True) for mount in mounts]
+    for thread in threads:
         thread.start()
     deadline = time.monotonic() + seconds
-    for thread in asking:
+    for thread in threads:
         thread.join(max(0.0, deadline - time.monotonic()))
-    return not any(thread.is_alive() for thread in asking)
+    return not any(thread.is_alive() for thread in threads)
 
 
 @contextlib.contextmanager
 def pinned() -> Iterator[None]:
-    """Keep current mounts in use inside the context, even if they are unmounted: a new mount namespace holds them, too.
+    """Keep all current mounts in use inside the context, even if they are unmounted, with a new mount namespace.
 
-    Other tests create such namespaces all the time. On FreeBSD, a forced unmount that has not ended has the same
-    effect.
+    Other tests create such namespaces all the time. On FreeBSD, an unfinished forced unmount has the same effect.
     """
     holder = subprocess.Popen(["unshare", "--mount", "--propagation", "private", "sleep", "infinity"])
-    own = Path("/proc/self/ns/mnt").readlink()
+    own_namespace = Path("/proc/self/ns/mnt").readlink()
     try:
-        eventually(lambda: Path(f"/proc/{holder.pid}/ns/mnt").readlink() != own)
+        eventually(lambda: Path(f"/proc/{holder.pid}/ns/mnt").readlink() != own_namespace)
         yield
     finally:
         holder.kill()
         holder.wait(30)
 
 
-def mount_ids(below: Path) -> dict[str, str]:
-    """The kernel's ids of the mounts below a directory; a mount that is unmounted and mounted again has a new id."""
+def mount_ids(directory: Path) -> dict[str, str]:
+    """Return the kernel's ids of the mounts below a directory. Unmounting and mounting again changes the id."""
     rows = [line.split() for line in Path("/proc/self/mountinfo").read_text().splitlines()]
-    return {row[4]: row[0] for row in rows if Path(row[4]).is_relative_to(below)}
+    return {row[4]: row[0] for row in rows if Path(row[4]).is_relative_to(directory)}
 
 
 def _destroy(name: str) -> None:
-    """Tries repeatedly: new mount namespaces of other tests hold the pool's mounts."""
+    """Destroy a pool. Retries, because mount namespaces that other tests create keep its mounts in use."""
     deadline = time.monotonic() + 180
-    while (done := run("zpool", "destroy", "-f", name, check=False)).returncode != 0:
-        if "no such pool" in done.stderr:
+    while (result := run("zpool", "destroy", "-f", name, check=False)).returncode != 0:
+        if "no such pool" in result.stderr:
             return
-        assert time.monotonic() < deadline, f"the pool {name} cannot be destroyed: {done.stderr}"
+        assert time.monotonic() < deadline, f"the pool {name} cannot be destroyed: {result.stderr}"
         time.sleep(0.1)

@@ -1,4 +1,4 @@
-"""Commands that hang in the kernel, as on a ZFS or NFS that does not answer."""
+"""Test commands that hang in the kernel, as on a ZFS or NFS file system that does not respond."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from tests.support.xfs import LoopXfs
 
 
 @pytest.fixture
-def frozen(need_root: None, tmp_path: Path) -> Iterator[Path]:
-    """A directory in which every writer hangs and ignores all signals."""
+def frozen_directory(need_root: None, tmp_path: Path) -> Iterator[Path]:
+    """Create a directory in which every writer hangs and ignores all signals."""
     with LoopXfs(tmp_path / "image", tmp_path / "mount", size_mb=320) as xfs:
         subprocess.run(["fsfreeze", "--freeze", str(xfs.mount_point)], check=True, timeout=30)
         try:
@@ -27,25 +27,25 @@ def frozen(need_root: None, tmp_path: Path) -> Iterator[Path]:
             subprocess.run(["fsfreeze", "--unfreeze", str(xfs.mount_point)], check=False, timeout=30)
 
 
-def thaw(frozen: Path) -> None:
-    """Return when the command has ended and its event loop has had time to notice."""
-    subprocess.run(["fsfreeze", "--unfreeze", str(frozen)], check=True, timeout=30)
+def thaw(frozen_directory: Path) -> None:
+    """Unfreeze the file system. Wait until the command has exited and the event loop has noticed it."""
+    subprocess.run(["fsfreeze", "--unfreeze", str(frozen_directory)], check=True, timeout=30)
     eventually(lambda: not any(path.read_text() for path in Path("/proc/self/task").glob("*/children")))
     time.sleep(0.2)
 
 
-async def test_an_unkillable_command_is_abandoned(frozen: Path) -> None:
+async def test_an_unkillable_command_is_abandoned(frozen_directory: Path) -> None:
     try:
         with pytest.raises(BackendFailed, match=r"did not end within 0\.5 s and was stopped"):
-            await asyncio.wait_for(run_async(["touch", str(frozen / "file")], timeout=0.5), 60)
+            await asyncio.wait_for(run_async(["touch", str(frozen_directory / "file")], timeout=0.5), 60)
     finally:
-        await asyncio.to_thread(thaw, frozen)
+        await asyncio.to_thread(thaw, frozen_directory)
 
 
-async def test_a_cancelled_caller_does_not_wait_for_an_unkillable_command(frozen: Path) -> None:
-    work = asyncio.ensure_future(run_async(["touch", str(frozen / "file")], timeout=600))
+async def test_a_cancelled_caller_does_not_wait_for_an_unkillable_command(frozen_directory: Path) -> None:
+    command = asyncio.ensure_future(run_async(["touch", str(frozen_directory / "file")], timeout=600))
     await asyncio.sleep(0.5)
-    work.cancel()
-    done, _ = await asyncio.wait([work], timeout=60)
-    await asyncio.to_thread(thaw, frozen)
-    assert done and work.cancelled()
+    command.cancel()
+    completed, _ = await asyncio.wait([command], timeout=60)
+    await asyncio.to_thread(thaw, frozen_directory)
+    assert completed and command.cancelled()

@@ -1,5 +1,6 @@
-"""Durable snapshots on a jail/ZFS host, from outside: the five endpoints and the commands, against the daemon as a
-process with real ZFS below it; and changes to the pool behind the daemon's back.
+"""Test durable snapshots on a jail/ZFS host through the HTTP endpoints and the command line.
+
+The daemon runs as a process on real ZFS. Some tests change the pool without the daemon's knowledge.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ import pytest
 
 from sandbox_gateway import zfs
 from sandbox_gateway.config import Config
-from sandbox_gateway.hosts.jail_zfs.storage.ownership import OWNER
+from sandbox_gateway.hosts.jail_zfs.storage.host_lock import OWNER
 from sandbox_gateway.hosts.jail_zfs.storage.property_codec import HEAD, QUARANTINE
 from tests.jail_zfs import pools
 from tests.support.gateway import Gateway
@@ -26,7 +27,7 @@ _WORD = "/root/word"
 
 
 class JailGateway(Gateway):
-    """A daemon on a jail/ZFS host; finds FreeBSD's commands in the tests' shim."""
+    """A daemon on a jail/ZFS host that uses the test doubles of FreeBSD's commands."""
 
     def __init__(self, scratch: Path, settings: Config) -> None:
         network = {"prefix": settings.network.prefix, "subnet": settings.network.subnet}
@@ -48,11 +49,11 @@ class JailGateway(Gateway):
             super().start(seconds=seconds)
 
     def snapshot_names(self, **params: Any) -> list[str]:
-        """Names of the snapshots in the list."""
+        """Return the names of the snapshots that the gateway lists."""
         return [name for item in self.call("GET", "/snapshots", params=params) for name in item["names"]]
 
     def zfs_snapshot_ids(self) -> set[str]:
-        """Ids of ZFS's snapshots, except for the template's."""
+        """Return the ids of the snapshots in ZFS, except for the template's."""
         rows = zfs.get_tree(self.dataset, ("defer_destroy",))
         alive = {name for name, facts in rows.items() if "@" in name and not facts["defer_destroy"].is_on}
         return {name.partition("@")[2] for name in alive if not name.endswith("@base")}
@@ -63,8 +64,8 @@ class JailGateway(Gateway):
 
 
 @pytest.fixture
-def source(jail_zfs_world: JailZfsWorld, tmp_path: Path) -> Iterator[JailGateway]:
-    """A gateway on its own dataset, with a sandbox `source` whose file contains the word: first."""
+def gateway(jail_zfs_world: JailZfsWorld, tmp_path: Path) -> Iterator[JailGateway]:
+    """Start a gateway on its own dataset, with a sandbox `source` whose file contains the word "first"."""
     settings = jail_zfs_world.config()
     gateway = JailGateway(tmp_path, settings)
     try:
@@ -82,133 +83,145 @@ def read_word(gateway: Gateway, sandbox: str) -> str:
     return gateway.sh(sandbox, f"cat {_WORD}").strip()
 
 
-def test_the_five_endpoints(source: JailGateway) -> None:
+def test_the_snapshot_endpoints(gateway: JailGateway) -> None:
     body = {"name": "mark", "description": "before the change"}
-    taken = source.call("POST", "/sandboxes/source/snapshots", body, status=201)
-    assert (taken["status"], taken["memory"], taken["names"]) == ("ready", "none", ["mark"])
-    assert taken["zfsSnapshot"].startswith(f"{source.dataset}/sandboxes/")
-    assert source.zfs_snapshot_ids() == {taken["snapshotID"]} and zfs.lzc_exists(taken["zfsSnapshot"])
-    source.sh("source", f"echo second >{_WORD}")
-    later = source.call("POST", "/sandboxes/source/snapshots", {"name": "later"}, status=201)
-    assert later["parentSnapshotID"] == taken["snapshotID"]
+    snapshot = gateway.call("POST", "/sandboxes/source/snapshots", body, status=201)
+    assert (snapshot["status"], snapshot["memory"], snapshot["names"]) == ("ready", "none", ["mark"])
+    assert snapshot["zfsSnapshot"].startswith(f"{gateway.dataset}/sandboxes/")
+    assert gateway.zfs_snapshot_ids() == {snapshot["snapshotID"]} and zfs.lzc_exists(snapshot["zfsSnapshot"])
+    gateway.sh("source", f"echo second >{_WORD}")
+    later = gateway.call("POST", "/sandboxes/source/snapshots", {"name": "later"}, status=201)
+    assert later["parentSnapshotID"] == snapshot["snapshotID"]
 
-    assert source.snapshot_names() == source.snapshot_names(sandboxID="source") == ["mark", "later"]
-    assert source.snapshot_names(name="mark") == ["mark"] and source.snapshot_names(sandboxID="other") == []
-    page = source.client.get("/snapshots?limit=1")
+    assert gateway.snapshot_names() == gateway.snapshot_names(sandboxID="source") == ["mark", "later"]
+    assert gateway.snapshot_names(name="mark") == ["mark"] and gateway.snapshot_names(sandboxID="other") == []
+    page = gateway.client.get("/snapshots?limit=1")
     token = page.headers["x-next-token"]
-    assert page.json() == [taken] and source.snapshot_names(limit=1, nextToken=token) == ["later"]
-    for ref in ("mark", taken["snapshotID"]):
-        assert source.call("GET", f"/snapshots/{ref}") == taken
+    assert page.json() == [snapshot] and gateway.snapshot_names(limit=1, nextToken=token) == ["later"]
+    for ref in ("mark", snapshot["snapshotID"]):
+        assert gateway.call("GET", f"/snapshots/{ref}") == snapshot
 
-    made = source.call("POST", "/snapshots/mark/fork", {"names": ["left", "right"]}, status=201)["sandboxes"]
-    source.sh("left", f"echo of the left one >{_WORD}")
-    assert (read_word(source, "right"), read_word(source, "source")) == ("first", "second")
-    refused = source.call("DELETE", "/snapshots/mark", status=409)
-    assert refused["kind"] == "in_use" and set(refused["blockers"]) == {item["sandboxID"] for item in made}
-    assert "2 sandboxes" in refused["message"] and "left, right" in refused["message"]
-    assert source.call("GET", "/snapshots/mark")["forks"] == 2, "a refusal changes nothing"
+    forks = gateway.call("POST", "/snapshots/mark/fork", {"names": ["left", "right"]}, status=201)["sandboxes"]
+    gateway.sh("left", f"echo of the left one >{_WORD}")
+    assert (read_word(gateway, "right"), read_word(gateway, "source")) == ("first", "second")
+    refusal = gateway.call("DELETE", "/snapshots/mark", status=409)
+    assert refusal["kind"] == "in_use" and set(refusal["blockers"]) == {item["sandboxID"] for item in forks}
+    assert "2 sandboxes" in refusal["message"] and "left, right" in refusal["message"]
+    assert gateway.call("GET", "/snapshots/mark")["forks"] == 2, "the refused request changed something"
     for name in ("left", "right"):
-        source.call("DELETE", f"/sandboxes/{name}", status=204)
-    source.call("DELETE", "/snapshots/mark", status=204)
-    assert "not found" in source.call("GET", "/snapshots/mark", status=404)["message"]
-    assert source.snapshot_names() == ["later"] and source.zfs_snapshot_ids() == {later["snapshotID"]}
-    assert read_word(source, "source") == "second"
+        gateway.call("DELETE", f"/sandboxes/{name}", status=204)
+    gateway.call("DELETE", "/snapshots/mark", status=204)
+    assert "not found" in gateway.call("GET", "/snapshots/mark", status=404)["message"]
+    assert gateway.snapshot_names() == ["later"] and gateway.zfs_snapshot_ids() == {later["snapshotID"]}
+    assert read_word(gateway, "source") == "second"
 
 
-def test_a_snapshot_outlives_its_source_and_the_daemon(source: JailGateway) -> None:
-    taken = source.call("POST", "/sandboxes/source/snapshots", {"name": "mark"})
-    source.call("DELETE", "/sandboxes/source", status=204)
-    source.kill_9()
-    source.start()
-    kept = source.call("GET", "/snapshots/mark")
-    assert kept["snapshotID"] == taken["snapshotID"] and kept["sourceSandboxID"] == taken["sourceSandboxID"]
-    assert zfs.lzc_exists(kept["zfsSnapshot"])
-    source.call("POST", "/snapshots/mark/fork", {"names": ["late"]}, status=201)
-    assert read_word(source, "late") == "first"
-    assert "late" in source.call("DELETE", "/snapshots/mark", status=409)["message"]
-    source.call("DELETE", "/sandboxes/late", status=204)
-    source.call("DELETE", "/snapshots/mark", status=204)
-    assert source.zfs_snapshot_ids() == set()
-    assert zfs.list_datasets(f"{source.dataset}/sandboxes", depth=1)[1:] == []
+def test_a_snapshot_survives_its_source_and_a_restart(gateway: JailGateway) -> None:
+    snapshot = gateway.call("POST", "/sandboxes/source/snapshots", {"name": "mark"})
+    gateway.call("DELETE", "/sandboxes/source", status=204)
+    gateway.kill_9()
+    gateway.start()
+    listed_snapshot = gateway.call("GET", "/snapshots/mark")
+    assert (
+        listed_snapshot["snapshotID"] == snapshot["snapshotID"]
+        and listed_snapshot["sourceSandboxID"] == snapshot["sourceSandboxID"]
+    )
+    assert zfs.lzc_exists(listed_snapshot["zfsSnapshot"])
+    gateway.call("POST", "/snapshots/mark/fork", {"names": ["late"]}, status=201)
+    assert read_word(gateway, "late") == "first"
+    assert "late" in gateway.call("DELETE", "/snapshots/mark", status=409)["message"]
+    gateway.call("DELETE", "/sandboxes/late", status=204)
+    gateway.call("DELETE", "/snapshots/mark", status=204)
+    assert gateway.zfs_snapshot_ids() == set()
+    assert zfs.list_datasets(f"{gateway.dataset}/sandboxes", depth=1)[1:] == []
 
 
-def test_the_snapshot_commands(source: JailGateway) -> None:
-    assert "mark" in source.sandboxctl("snapshot", "create", "source", "--name", "mark").stdout
-    assert "mark" in source.sandboxctl("snapshot", "list", "--sandbox", "source").stdout
-    shown = source.sandboxctl("snapshot", "show", "mark").stdout
-    assert source.call("GET", "/snapshots/mark")["zfsSnapshot"] in shown
-    assert source.sandboxctl("snapshot", "fork", "mark", "--names", "left,right").returncode == 0
-    assert read_word(source, "left") == "first"
-    refused = source.sandboxctl("snapshot", "delete", "mark")
-    assert refused.returncode == 4 and "left, right" in refused.stderr and "sandboxctl kill" in refused.stderr
-    hidden = source.sandboxctl("snapshot", "delete", "mark", "--when-unused")
-    assert hidden.returncode == 0 and "is hidden" in hidden.stderr
-    assert source.sandboxctl("snapshot", "show", "mark").returncode == 3
-    assert source.zfs_snapshot_ids(), "its forks stand on it"
-    assert source.sandboxctl("kill", "left", "right", "source").returncode == 0
-    assert source.zfs_snapshot_ids() == set(), "it went with the last of its users"
+def test_the_snapshot_commands(gateway: JailGateway) -> None:
+    assert "mark" in gateway.sandboxctl("snapshot", "create", "source", "--name", "mark").stdout
+    assert "mark" in gateway.sandboxctl("snapshot", "list", "--sandbox", "source").stdout
+    output = gateway.sandboxctl("snapshot", "show", "mark").stdout
+    assert gateway.call("GET", "/snapshots/mark")["zfsSnapshot"] in output
+    assert gateway.sandboxctl("snapshot", "fork", "mark", "--names", "left,right").returncode == 0
+    assert read_word(gateway, "left") == "first"
+    refusal = gateway.sandboxctl("snapshot", "delete", "mark")
+    assert refusal.returncode == 4 and "left, right" in refusal.stderr and "sandboxctl kill" in refusal.stderr
+    deletion = gateway.sandboxctl("snapshot", "delete", "mark", "--when-unused")
+    assert deletion.returncode == 0 and "is hidden" in deletion.stderr
+    assert gateway.sandboxctl("snapshot", "show", "mark").returncode == 3
+    assert gateway.zfs_snapshot_ids(), "the forks of the snapshot still need it"
+    assert gateway.sandboxctl("kill", "left", "right", "source").returncode == 0
+    assert gateway.zfs_snapshot_ids() == set(), "the snapshot was not removed with its last user"
 
 
-def test_a_snapshot_destroyed_by_hand_is_gone_after_a_restart(source: JailGateway) -> None:
+def test_a_snapshot_destroyed_with_zfs_is_not_listed_after_a_restart(gateway: JailGateway) -> None:
     for name in ("kept", "lost"):
-        source.call("POST", "/sandboxes/source/snapshots", {"name": name})
-    pools.run("zfs", "destroy", source.call("GET", "/snapshots/lost")["zfsSnapshot"])
-    source.restart()
-    assert source.snapshot_names() == ["kept"]
-    source.call("GET", "/snapshots/lost", status=404)
-    source.call("POST", "/snapshots/lost/fork", {}, status=404)
-    source.call("POST", "/snapshots/kept/fork", {"names": ["fork"]}, status=201)
-    assert read_word(source, "fork") == read_word(source, "source") == "first"
-    again = source.call("POST", "/sandboxes/source/snapshots", {"name": "lost"}, status=201)
-    assert again["snapshotID"] in source.zfs_snapshot_ids(), "its name is free again"
+        gateway.call("POST", "/sandboxes/source/snapshots", {"name": name})
+    pools.run("zfs", "destroy", gateway.call("GET", "/snapshots/lost")["zfsSnapshot"])
+    gateway.restart()
+    assert gateway.snapshot_names() == ["kept"]
+    gateway.call("GET", "/snapshots/lost", status=404)
+    gateway.call("POST", "/snapshots/lost/fork", {}, status=404)
+    gateway.call("POST", "/snapshots/kept/fork", {"names": ["fork"]}, status=201)
+    assert read_word(gateway, "fork") == read_word(gateway, "source") == "first"
+    recreated = gateway.call("POST", "/sandboxes/source/snapshots", {"name": "lost"}, status=201)
+    assert recreated["snapshotID"] in gateway.zfs_snapshot_ids(), "the name of the lost snapshot cannot be used again"
 
 
-def test_damaged_properties_do_not_prevent_a_start(source: JailGateway, jail_zfs_world: JailZfsWorld) -> None:
-    taken = {
-        name: source.call("POST", "/sandboxes/source/snapshots", {"name": name})
+def test_damaged_properties_do_not_prevent_a_start(gateway: JailGateway, jail_zfs_world: JailZfsWorld) -> None:
+    snapshots = {
+        name: gateway.call("POST", "/sandboxes/source/snapshots", {"name": name})
         for name in ("good", "torn", "short", "empty", "noise")
     }
-    before = set(zfs.list_datasets(source.dataset))
-    source.call("POST", "/sandboxes", {"templateID": TEMPLATE, "name": "broken", "timeout": -1})
-    (broken,) = set(zfs.list_datasets(source.dataset)) - before
-    source.stop()
-    jail_zfs_world.damage(source.settings, **{name: taken[name]["snapshotID"] for name in ("torn", "short", "empty")})
+    before = set(zfs.list_datasets(gateway.dataset))
+    gateway.call("POST", "/sandboxes", {"templateID": TEMPLATE, "name": "broken", "timeout": -1})
+    (broken,) = set(zfs.list_datasets(gateway.dataset)) - before
+    gateway.stop()
+    jail_zfs_world.damage(
+        gateway.settings, **{name: snapshots[name]["snapshotID"] for name in ("torn", "short", "empty")}
+    )
     for name, prop, value in (
-        (taken["noise"]["zfsSnapshot"], HEAD, "two\nlines\tlocal\nand more"),
+        (snapshots["noise"]["zfsSnapshot"], HEAD, "two\nlines\tlocal\nand more"),
         (broken, HEAD, "{not json"),
-        (source.dataset, OWNER, "nobody knows"),
+        (gateway.dataset, OWNER, "nobody knows"),
     ):
         pools.run("zfs", "set", f"{prop}={value}", name)
-    source.start()
-    assert source.snapshot_names() == ["good"]
-    assert [item["name"] for item in source.call("GET", "/sandboxes")] == ["source"]
-    log = source.log_file.read_text()
-    for name in (taken["torn"]["zfsSnapshot"], taken["short"]["zfsSnapshot"], taken["noise"]["zfsSnapshot"], broken):
-        assert zfs.local_props(name)[QUARANTINE] and name in log, "it is left where it is, marked, and said"
-    assert zfs.lzc_exists(taken["empty"]["zfsSnapshot"]), "what bears no record is not ours to remove"
-    source.call("POST", "/snapshots/good/fork", {"names": ["fork"]}, status=201)
-    assert read_word(source, "fork") == read_word(source, "source") == "first"
+    gateway.start()
+    assert gateway.snapshot_names() == ["good"]
+    assert [item["name"] for item in gateway.call("GET", "/sandboxes")] == ["source"]
+    log = gateway.log_file.read_text()
+    for name in (
+        snapshots["torn"]["zfsSnapshot"],
+        snapshots["short"]["zfsSnapshot"],
+        snapshots["noise"]["zfsSnapshot"],
+        broken,
+    ):
+        assert zfs.local_props(name)[QUARANTINE] and name in log, "the snapshot was not quarantined and reported"
+    assert zfs.lzc_exists(snapshots["empty"]["zfsSnapshot"]), "a snapshot without a record was removed"
+    gateway.call("POST", "/snapshots/good/fork", {"names": ["fork"]}, status=201)
+    assert read_word(gateway, "fork") == read_word(gateway, "source") == "first"
 
 
-def test_two_gateways_cannot_share_a_dataset(source: JailGateway, tmp_path: Path) -> None:
-    source.call("POST", "/sandboxes/source/snapshots", {"name": "mark"})
-    elsewhere = source.settings.host.model_copy(update={"state_root": tmp_path / "elsewhere"})
+def test_two_gateways_cannot_share_a_dataset(gateway: JailGateway, tmp_path: Path) -> None:
+    gateway.call("POST", "/sandboxes/source/snapshots", {"name": "mark"})
+    elsewhere = gateway.settings.host.model_copy(update={"state_root": tmp_path / "elsewhere"})
     for settings, reason in (
-        (source.settings, "another gateway on this machine uses"),
-        (source.settings.model_copy(update={"host": elsewhere}), "belongs to a gateway that is still running"),
+        (gateway.settings, "another gateway on this machine uses"),
+        (gateway.settings.model_copy(update={"host": elsewhere}), "belongs to a gateway that is still running"),
     ):
         rival = JailGateway(tmp_path, settings)
         with pytest.raises(RuntimeError, match=reason):
             rival.start()
         assert rival.process is not None and rival.process.returncode == 2
         rival.client.close()
-        assert source.snapshot_names() == ["mark"] and read_word(source, "source") == "first", "the first goes on"
-    successor = JailGateway(tmp_path, source.settings)
-    source.stop()
+        assert gateway.snapshot_names() == ["mark"] and read_word(gateway, "source") == "first", (
+            "the first gateway does not work any more"
+        )
+    successor = JailGateway(tmp_path, gateway.settings)
+    gateway.stop()
     try:
         successor.start()
         assert successor.snapshot_names() == ["mark"] and read_word(successor, "source") == "first"
     finally:
         assert successor.stop() == 0
         successor.client.close()
-    source.start()
+    gateway.start()

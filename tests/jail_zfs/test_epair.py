@@ -1,4 +1,4 @@
-"""The bridge and its epairs."""
+"""Test the bridge and its epairs."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from sandbox_gateway.errors import BackendFailed
-from sandbox_gateway.hosts.jail_zfs.command_runner import CommandRunner
+from sandbox_gateway.hosts.jail_zfs.commands import CommandRunner
 from sandbox_gateway.hosts.jail_zfs.network.epair import Bridge, parse_inet
 from tests.support import session
 from tests.support.jail_world import JailZfsWorld, shim, shim_environment
@@ -20,8 +20,8 @@ from tests.support.jail_world import JailZfsWorld, shim, shim_environment
 T = TypeVar("T")
 
 
-def run_async(work: Coroutine[Any, Any, T]) -> T:
-    return asyncio.run(work)
+def run_async(coroutine: Coroutine[Any, Any, T]) -> T:
+    return asyncio.run(coroutine)
 
 
 @pytest.fixture
@@ -33,11 +33,11 @@ def bridge(jail_zfs_world: JailZfsWorld) -> Iterator[Bridge]:
     run_async(bridge.close())
 
 
-def test_the_bridge_is_created_once_and_removed(bridge: Bridge) -> None:
+def test_opening_the_bridge_twice_creates_it_once(bridge: Bridge) -> None:
     run_async(bridge.open())
-    shown = shim("ifconfig", bridge.name)
-    assert parse_inet(shown) == [f"{bridge.gateway}/22"]
-    mac = re.search(r"ether (58:9c:fc:\S+)", shown)
+    output = shim("ifconfig", bridge.name)
+    assert parse_inet(output) == [f"{bridge.gateway}/22"]
+    mac = re.search(r"ether (58:9c:fc:\S+)", output)
     run_async(bridge.open())
     assert mac and mac[1] in shim("ifconfig", bridge.name)
     run_async(bridge.close())
@@ -45,7 +45,7 @@ def test_the_bridge_is_created_once_and_removed(bridge: Bridge) -> None:
     assert bridge.name not in shim("ifconfig", "-l").split()
 
 
-def test_a_bridge_with_another_address_is_left_alone(bridge: Bridge) -> None:
+def test_a_bridge_with_another_address_is_refused_unchanged(bridge: Bridge) -> None:
     shim("ifconfig", "bridge", "create", "name", bridge.name)
     shim("ifconfig", bridge.name, "inet", "10.9.8.7/24")
     with pytest.raises(BackendFailed, match=r"has the address 10\.9\.8\.7/24, not .*\[jail_zfs\] bridge"):
@@ -53,7 +53,7 @@ def test_a_bridge_with_another_address_is_left_alone(bridge: Bridge) -> None:
     assert parse_inet(shim("ifconfig", bridge.name)) == ["10.9.8.7/24"]
 
 
-def test_an_epair_is_complete_or_absent(bridge: Bridge) -> None:
+def test_a_failed_epair_creation_keeps_the_existing_epair(bridge: Bridge) -> None:
     run_async(bridge.open())
     epair = bridge.epair(5)
     run_async(bridge.create(epair))
@@ -66,7 +66,7 @@ def test_an_epair_is_complete_or_absent(bridge: Bridge) -> None:
     assert shim("ifconfig", "-g", f"{epair.outer.rpartition('-')[0]}-epair", check=False) == ""
 
 
-def test_unknown_epairs_are_swept(bridge: Bridge) -> None:
+def test_sweep_destroys_unknown_epairs(bridge: Bridge) -> None:
     run_async(bridge.open())
     for number in (2, 3):
         run_async(bridge.create(bridge.epair(number)))

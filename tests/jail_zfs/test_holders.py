@@ -1,4 +1,4 @@
-"""Parsing of `fstat`, where programs of a sandbox choose their own names."""
+"""Test the parser of `fstat`'s output, in which programs of a sandbox choose their own names."""
 
 from __future__ import annotations
 
@@ -21,17 +21,17 @@ def test_each_process_is_listed_once() -> None:
     assert parse_fstat(text, ROOT) == ["the process sh (pid 12)", "the process python3 (pid 7)"]
 
 
-def test_files_on_other_mounts_do_not_count() -> None:
+def test_files_on_other_mounts_are_ignored() -> None:
     rows = [_row(mount=mount) for mount in ("/p/sandboxes", "/p/sandboxes/x/dev", "/p/sandboxes/xy", "/")]
     assert parse_fstat("\n".join([HEADER, *rows]), ROOT) == []
 
 
 @pytest.mark.parametrize(
-    ("command", "shown"),
+    ("command", "expected"),
     [("a b", "a b"), ("", ""), ("\x1b[2J", "?[2J"), ("x" * 40, "x" * 32), ("7 8 wd / 9 r", "7 8 wd / 9 r")],
 )
-def test_hostile_names_are_treated_as_text(command: str, shown: str) -> None:
-    assert parse_fstat(_row(command), ROOT) == [f"the process {shown} (pid 12)"]
+def test_unusual_command_names_are_parsed(command: str, expected: str) -> None:
+    assert parse_fstat(_row(command), ROOT) == [f"the process {expected} (pid 12)"]
 
 
 @pytest.mark.parametrize("text", ["", "fstat: no\n", "root sh", f"{HEADER}\nroot     sh  -  - bad    -"])

@@ -1,4 +1,4 @@
-"""Behaviour that only the jail/ZFS host has: its jails' confinement, its snapshots in ZFS, its failures."""
+"""Test behaviour that only the jail/ZFS host has: confinement by jails, snapshots in ZFS, and its failures."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from tests.support.worlds import TEMPLATE
 
 @pytest.fixture
 def make_live(jail_zfs_world: JailZfsWorld) -> Iterator[Callable[..., Live]]:
-    """Engines with their own state: see ``engines``."""
+    """Return a function that starts engines with their own state. See ``engines``."""
     with engines(jail_zfs_world) as make_live:
         yield make_live
 
@@ -41,19 +41,19 @@ def live(make_live: Callable[..., Live]) -> Live:
 
 @pytest.fixture
 def knob() -> Iterator[Callable[[str, str], None]]:
-    """Set a knob of the shim; the test's end restores it."""
-    usual = {"dying": "0", "kern.racct.enable": "1"}
+    """Return a function that sets a knob of the shim. All knobs are restored at the end of the test."""
+    defaults = {"dying": "0", "kern.racct.enable": "1"}
 
     def set_knob(name: str, value: str) -> None:
-        assert name in usual
+        assert name in defaults
         shim("freebsd-shim", "set", name, value)
 
     yield set_knob
-    for name, value in usual.items():
+    for name, value in defaults.items():
         shim("freebsd-shim", "set", name, value)
 
 
-def test_sixty_sandboxes_leave_nothing(live: Live, jail_zfs_world: JailZfsWorld) -> None:
+def test_deleting_sixty_sandboxes_leaves_no_resources(live: Live, jail_zfs_world: JailZfsWorld) -> None:
     live.do(live.engine.forks.create(TEMPLATE, ForkSpec(names=["bystander"])))
     before = jail_zfs_world.traces(live.config)
     for count in (30, 30):
@@ -64,18 +64,18 @@ def test_sixty_sandboxes_leave_nothing(live: Live, jail_zfs_world: JailZfsWorld)
     assert jail_zfs_world.traces(live.config) == before
 
 
-def test_a_jail_is_confined(live: Live) -> None:
+def test_jails_have_restrictive_parameters(live: Live) -> None:
     live.do(live.engine.forks.create(TEMPLATE, ForkSpec(names=["one"])))
     name = live.sandbox("one").host["jail"]
-    shown = shim("jls", "-j", name, "-n", "securelevel", "enforce_statfs", "children.max", "vnet", "allow.raw_sockets")
-    assert shown.split() == ["securelevel=2", "enforce_statfs=2", "children.max=0", "vnet=new", "allow.noraw_sockets"]
-    refused = live.do(live.engine.commands.exec("one", ["mount", "-t", "tmpfs", "tmpfs", "/mnt"]))
-    assert refused.exit_code != 0
+    output = shim("jls", "-j", name, "-n", "securelevel", "enforce_statfs", "children.max", "vnet", "allow.raw_sockets")
+    assert output.split() == ["securelevel=2", "enforce_statfs=2", "children.max=0", "vnet=new", "allow.noraw_sockets"]
+    mount_result = live.do(live.engine.commands.exec("one", ["mount", "-t", "tmpfs", "tmpfs", "/mnt"]))
+    assert mount_result.exit_code != 0
     assert live.shell("one", "env | grep -c GROVE || true").strip() == "0"
     assert live.do(live.engine.commands.exec("one", ["touch", "/run/sandbox/file"])).exit_code != 0
 
 
-def test_limits_hold_and_are_removed_with_the_sandbox(live: Live) -> None:
+def test_limits_are_enforced_and_removed_with_the_sandbox(live: Live) -> None:
     live.do(live.engine.forks.create(TEMPLATE, ForkSpec(names=["small"], memory_mb=64, cpus=2)))
     name = live.sandbox("small").host["jail"]
     rules = {line for line in shim("rctl").split() if f":{name}:" in line}
@@ -84,15 +84,15 @@ def test_limits_hold_and_are_removed_with_the_sandbox(live: Live) -> None:
         f"jail:{name}:vmemoryuse:deny={64 << 20}",
         f"jail:{name}:pcpu:deny=200",
     }
-    hungry = live.do(live.engine.commands.exec("small", ["python3", "-c", "x = bytearray(200 << 20)"]))
-    assert hungry.exit_code != 0
+    allocation = live.do(live.engine.commands.exec("small", ["python3", "-c", "x = bytearray(200 << 20)"]))
+    assert allocation.exit_code != 0
     assert live.do(live.engine.sandboxes.usage("small")).memory_bytes > 1 << 20
     live.do(live.engine.sandboxes.delete("small"))
     assert name not in shim("rctl")
 
 
-def test_missing_racct_is_reported(
-    make_live: Callable[..., Live], knob: Callable[[str, str], None], capfd: pytest.CaptureFixture[str]
+def test_a_host_without_racct_runs_sandboxes_without_limits(
+    make_live: Callable[..., Live], knob: Callable[[str, str], None]
 ) -> None:
     knob("kern.racct.enable", "0")
     live = make_live()
@@ -102,14 +102,14 @@ def test_missing_racct_is_reported(
     live.close()
 
 
-def test_the_disk_size_is_a_quota_that_a_fork_may_raise(live: Live) -> None:
-    have = live.engine.templates.get(TEMPLATE).resources.disk_mb
-    live.do(live.engine.forks.create(TEMPLATE, ForkSpec(names=["big"], disk_mb=have + 512)))
+def test_a_fork_can_raise_the_disk_quota(live: Live) -> None:
+    template_disk_mb = live.engine.templates.get(TEMPLATE).resources.disk_mb
+    live.do(live.engine.forks.create(TEMPLATE, ForkSpec(names=["big"], disk_mb=template_disk_mb + 512)))
     dataset = f"{live.config.jail_zfs.dataset}/sandboxes/{live.sandbox('big').instance}"
-    assert zfs.get_props([dataset], ["refquota"])[dataset]["refquota"].number == (have + 512) << 20
+    assert zfs.get_props([dataset], ["refquota"])[dataset]["refquota"].number == (template_disk_mb + 512) << 20
 
 
-def test_a_snapshot_names_its_zfs_snapshot_and_outlives_its_sandbox(make_live: Callable[..., Live]) -> None:
+def test_a_snapshot_survives_the_deletion_of_its_sandbox(make_live: Callable[..., Live]) -> None:
     live = make_live()
     live.do(live.engine.forks.create(TEMPLATE, ForkSpec(names=["source"])))
     live.shell("source", "echo kept >/root/kept")
@@ -118,13 +118,13 @@ def test_a_snapshot_names_its_zfs_snapshot_and_outlives_its_sandbox(make_live: C
     live.do(live.engine.sandboxes.delete("source"))
     assert zfs.lzc_exists(live.engine.snapshots.get("mark").host["zfsSnapshot"])
     live.close()
-    again = make_live(config=live.config)
-    assert zfs.lzc_exists(again.engine.snapshots.get("mark").host["zfsSnapshot"])
-    fork = again.do(again.engine.forks.create("mark", ForkSpec()))
-    assert again.shell(fork.id, "cat /root/kept").strip() == "kept"
+    restarted = make_live(config=live.config)
+    assert zfs.lzc_exists(restarted.engine.snapshots.get("mark").host["zfsSnapshot"])
+    fork = restarted.do(restarted.engine.forks.create("mark", ForkSpec()))
+    assert restarted.shell(fork.id, "cat /root/kept").strip() == "kept"
 
 
-def test_a_snapshot_destroyed_by_hand_is_gone_after_a_restart(make_live: Callable[..., Live]) -> None:
+def test_a_snapshot_destroyed_with_zfs_is_not_listed_after_a_restart(make_live: Callable[..., Live]) -> None:
     live = make_live()
     live.do(live.engine.forks.create(TEMPLATE, ForkSpec(names=["source"])))
     for name in ("kept", "lost", "also-lost"):
@@ -135,12 +135,12 @@ def test_a_snapshot_destroyed_by_hand_is_gone_after_a_restart(make_live: Callabl
     with pytest.raises(GatewayError, match="not found"):
         live.do(live.engine.forks.create("lost", ForkSpec()))
     live.close()
-    again = make_live(config=live.config)
-    assert [snapshot.names for snapshot in again.engine.snapshots.list()] == [["kept"]]
-    assert again.shell("source", "echo alive").strip() == "alive"
+    restarted = make_live(config=live.config)
+    assert [snapshot.names for snapshot in restarted.engine.snapshots.list()] == [["kept"]]
+    assert restarted.shell("source", "echo alive").strip() == "alive"
 
 
-def test_a_failed_rollback_leaves_the_old_jail_running(
+def test_a_failed_rollback_keeps_the_old_jail_running(
     make_live: Callable[..., Live], jail_zfs_world: JailZfsWorld
 ) -> None:
     live = make_live()
@@ -149,16 +149,16 @@ def test_a_failed_rollback_leaves_the_old_jail_running(
     live.shell("broken", "rm -r /opt/sandbox_agent")
     live.do(live.engine.snapshots.create("broken", name="no-agent"))
     instance, before = live.sandbox("victim").instance, jail_zfs_world.traces(live.config)
-    started = time.monotonic()
-    with pytest.raises(BackendFailed, match="its jail ended with the agent in it"):
+    start_time = time.monotonic()
+    with pytest.raises(BackendFailed, match="its jail ended together with the agent"):
         live.do(live.engine.sandboxes.rollback("victim", "no-agent"))
-    assert time.monotonic() - started < 10
+    assert time.monotonic() - start_time < 10
     assert live.sandbox("victim").instance == instance
     assert live.shell("victim", "cat /root/now").strip() == "now"
     assert jail_zfs_world.traces(live.config) == before
 
 
-def test_a_jail_removed_by_hand_is_detected(live: Live) -> None:
+def test_a_killed_jail_is_detected(live: Live) -> None:
     live.do(live.engine.forks.create(TEMPLATE, ForkSpec(names=["gone"])))
     name = live.sandbox("gone").host["jail"]
     shim("pkill", "-KILL", "-j", name)
@@ -170,7 +170,7 @@ def test_a_jail_removed_by_hand_is_detected(live: Live) -> None:
 
 def test_a_jail_that_outlives_its_agent_is_removed(live: Live, jail_zfs_world: JailZfsWorld) -> None:
     live.do(live.engine.forks.create(TEMPLATE, ForkSpec(names=["headless"])))
-    time.sleep(6)  # the agent has been seen by then
+    time.sleep(6)  # long enough for a probe to reach the agent
     with pytest.raises(
         BackendFailed, match=r"closed every connection|cannot be reached|connection to the sandbox broke"
     ):
@@ -179,21 +179,21 @@ def test_a_jail_that_outlives_its_agent_is_removed(live: Live, jail_zfs_world: J
     assert jail_zfs_world.traces(live.config)["processes"] == set()
 
 
-def test_a_dying_jail_does_not_block_a_kill(
+def test_deleting_a_sandbox_does_not_wait_for_its_dying_jail(
     live: Live, jail_zfs_world: JailZfsWorld, knob: Callable[[str, str], None]
 ) -> None:
     before = jail_zfs_world.traces(live.config)
     live.do(live.engine.forks.create(TEMPLATE, ForkSpec(names=["slow"])))
     knob("dying", "forever")
-    started = time.monotonic()
+    start_time = time.monotonic()
     live.do(live.engine.sandboxes.delete("slow"))
-    assert time.monotonic() - started < 10
+    assert time.monotonic() - start_time < 10
     assert live.engine.sandboxes.list() == []
     knob("dying", "0")
     eventually(lambda: jail_zfs_world.traces(live.config) == before, 20)
 
 
-def test_a_sandbox_with_a_dying_jail_starts_in_another(
+def test_resume_chooses_another_name_while_the_old_jail_is_dying(
     make_live: Callable[..., Live], knob: Callable[[str, str], None]
 ) -> None:
     live = make_live(jail_zfs={"dying_seconds": 0.3})
@@ -206,16 +206,17 @@ def test_a_sandbox_with_a_dying_jail_starts_in_another(
     assert live.shell("slow", "cat /root/kept").strip() == "kept"
     assert live.sandbox("slow").host["jail"] == f"{first}-2"
     live.close()
-    again = make_live(config=live.config)
-    assert again.shell("slow", "cat /root/kept").strip() == "kept"
+    restarted = make_live(config=live.config)
+    assert restarted.shell("slow", "cat /root/kept").strip() == "kept"
     knob("dying", "0")
 
 
 def test_a_restart_does_not_unmount_paused_sandboxes(
     make_live: Callable[..., Live], jail_zfs_world: JailZfsWorld
 ) -> None:
-    """Each start removes leftovers of rollbacks with `zfs rename`, which by itself unmounts the clones of the renamed
-    dataset. While a foreign mount namespace holds them, they cannot be mounted again.
+    """Each start retires leftovers of rollbacks with `zfs rename`, which by default unmounts the dataset's clones.
+
+    While another mount namespace uses the clones, they cannot be mounted again.
     """
     live = make_live()
     live.do(live.engine.forks.create(TEMPLATE, ForkSpec(names=["source"])))
@@ -226,13 +227,13 @@ def test_a_restart_does_not_unmount_paused_sandboxes(
     root = str(jail_zfs_world.place(live.config) / "sandboxes" / live.sandbox("source").instance)
     before = pools.mount_ids(jail_zfs_world.place(live.config))[root]
     with pools.pinned():
-        again = make_live(config=live.config)
+        restarted = make_live(config=live.config)
         assert pools.mount_ids(jail_zfs_world.place(live.config))[root] == before
-        again.do(again.engine.sandboxes.resume("source"))
-    assert again.shell("source", "hostname").strip() == "source"
+        restarted.do(restarted.engine.sandboxes.resume("source"))
+    assert restarted.shell("source", "hostname").strip() == "source"
 
 
-def test_a_mount_error_names_the_holder(
+def test_a_mount_error_lists_the_holder(
     make_live: Callable[..., Live],
     jail_zfs_world: JailZfsWorld,
     knob: Callable[[str, str], None],
@@ -263,7 +264,7 @@ def test_a_mount_error_names_the_holder(
     assert live.shell("held", "hostname").strip() == "held"
 
 
-def test_a_removal_error_names_the_holder(
+def test_a_removal_warning_lists_the_holder(
     live: Live, jail_zfs_world: JailZfsWorld, caplog: pytest.LogCaptureFixture
 ) -> None:
     before = jail_zfs_world.traces(live.config)
@@ -281,8 +282,10 @@ def test_a_removal_error_names_the_holder(
     eventually(lambda: jail_zfs_world.traces(live.config) == before, 20)
 
 
-def test_an_incomplete_jail_is_swept_at_startup(make_live: Callable[..., Live], jail_zfs_world: JailZfsWorld) -> None:
-    """A gateway that dies while it creates a jail leaves an epair, limits, rules, a clone and mounts."""
+def test_leftovers_of_an_incomplete_jail_are_removed_at_startup(
+    make_live: Callable[..., Live], jail_zfs_world: JailZfsWorld
+) -> None:
+    """A gateway that is killed while it creates a jail leaves an epair, limits, rules, a clone and mounts behind."""
     live = make_live()
     live.do(live.engine.forks.create(TEMPLATE, ForkSpec(names=["fine"])))
     before = jail_zfs_world.traces(live.config)
@@ -292,46 +295,46 @@ def test_an_incomplete_jail_is_swept_at_startup(make_live: Callable[..., Live], 
     shim("rctl", "-a", f"jail:{prefix}-0123456789ab:maxproc:deny=9")
     shim("pfctl", "-q", "-a", f"sbx/{prefix}-0123456789ab", "-f", "-", input="block drop quick from 10.0.0.5 to any\n")
     zfs.lzc_clone(f"{root}/sandboxes/0123456789ab", live.engine.templates.get(TEMPLATE).host["zfsSnapshot"])
-    place = jail_zfs_world.place(live.config) / "sandboxes/0123456789ab"
-    shim("mount", "-t", "devfs", "-oruleset=4", "devfs", str(place / "dev"))
-    shim("jail", "-c", f"name={prefix}-0123456789ab", f"path={place}", "persist", "vnet=new")
+    root_path = jail_zfs_world.place(live.config) / "sandboxes/0123456789ab"
+    shim("mount", "-t", "devfs", "-oruleset=4", "devfs", str(root_path / "dev"))
+    shim("jail", "-c", f"name={prefix}-0123456789ab", f"path={root_path}", "persist", "vnet=new")
     assert jail_zfs_world.traces(live.config) != before
-    again = make_live(config=live.config)
-    assert jail_zfs_world.traces(again.config) == before
-    assert again.shell("fine", "echo alive").strip() == "alive"
+    restarted = make_live(config=live.config)
+    assert jail_zfs_world.traces(restarted.config) == before
+    assert restarted.shell("fine", "echo alive").strip() == "alive"
 
 
 def test_memory_snapshots_are_refused(live: Live) -> None:
     live.do(live.engine.forks.create(TEMPLATE, ForkSpec(names=["one"])))
     snapshot = live.do(live.engine.snapshots.create("one", name="files"))
-    for work in (
+    for operation in (
         live.engine.host.fork(snapshot, live.sandbox("one"), with_memory=True),
         live.engine.host.capture(live.sandbox("one"), snapshot, memory=True),
     ):
         with pytest.raises(Unsupported, match="files, not memory"):
-            live.do(work)
+            live.do(operation)
 
 
 def build_recipe(live: Live, recipe: Recipe) -> Any:
     build = live.do(live.engine.templates.build("other", recipe))
 
-    async def end() -> None:
+    async def wait_until_built() -> None:
         async for _ in build.follow():
             pass
 
-    live.do(end(), timeout=300)
+    live.do(wait_until_built(), timeout=300)
     return build
 
 
-def test_debootstrap_is_refused(live: Live, jail_zfs_world: JailZfsWorld) -> None:
+def test_a_debootstrap_recipe_is_refused(live: Live, jail_zfs_world: JailZfsWorld) -> None:
     before = jail_zfs_world.traces(live.config)
     build = build_recipe(live, Recipe())
     assert build.status == "error"
-    assert "cannot debootstrap" in build.reason and "base.txz" in build.reason
+    assert "cannot build templates with debootstrap" in build.reason and "base.txz" in build.reason
     assert jail_zfs_world.traces(live.config) == before
 
 
-def test_a_template_from_a_directory_with_setup(live: Live, tmp_path: Path) -> None:
+def test_building_a_template_from_a_directory_runs_its_setup(live: Live, tmp_path: Path) -> None:
     subprocess.run(
         ["tar", "-x", "-C", str(tmp_path), "-f", str(debian_tarball()), "--exclude=./dev/*"], check=True, timeout=120
     )
@@ -347,10 +350,11 @@ def test_a_template_from_a_directory_with_setup(live: Live, tmp_path: Path) -> N
 
 
 @pytest.mark.parametrize(
-    ("missing", "words"), [("bin/sh", "/bin/sh"), ("usr/bin/python3", "no /usr/local/bin/python3 or /usr/bin/python3")]
+    ("missing", "message"),
+    [("bin/sh", "/bin/sh"), ("usr/bin/python3", "no /usr/local/bin/python3 or /usr/bin/python3")],
 )
-def test_an_unusable_tree_is_refused_and_leaves_nothing(
-    live: Live, jail_zfs_world: JailZfsWorld, tmp_path: Path, missing: str, words: str
+def test_an_unusable_root_file_system_is_refused_and_removed(
+    live: Live, jail_zfs_world: JailZfsWorld, tmp_path: Path, missing: str, message: str
 ) -> None:
     for name in ("bin/sh", "usr/bin/python3.11", "usr/bin/python3", "etc/passwd"):
         if name != missing:
@@ -358,13 +362,12 @@ def test_an_unusable_tree_is_refused_and_leaves_nothing(
             (tmp_path / name).touch()
     before = jail_zfs_world.traces(live.config)
     build = build_recipe(live, Recipe(source="rootfs", path=str(tmp_path)))
-    assert build.status == "error" and words in build.reason
+    assert build.status == "error" and message in build.reason
     assert jail_zfs_world.traces(live.config) == before
 
 
-def test_planted_links_cannot_escape_the_jail(live: Live, tmp_path: Path) -> None:
-    """A sandbox's root replaces the directory that the host mounts over. The sandbox still starts, and nothing is
-    mounted outside."""
+def test_a_planted_symlink_cannot_redirect_the_identity_mount(live: Live, tmp_path: Path) -> None:
+    """Root in a sandbox replaces the mount point of the identity. The sandbox starts without a mount on the host."""
     live.do(live.engine.forks.create(TEMPLATE, ForkSpec(names=["sly"])))
     live.shell("sly", "mkdir /root/other && cp -a /run/sandbox /root/copy; mv /run /run.old && ln -s /etc /run")
     live.do(live.engine.sandboxes.pause("sly"))
@@ -372,16 +375,16 @@ def test_planted_links_cannot_escape_the_jail(live: Live, tmp_path: Path) -> Non
     assert live.shell("sly", "ls /etc/sandbox 2>/dev/null || echo none").strip() == "none"
 
 
-def test_dead_zfs_is_reported_and_leaves_nothing_incomplete() -> None:
-    """In its own namespaces, with a daemon that nothing else uses."""
+def test_a_killed_zfs_daemon_is_reported_and_leaves_nothing_incomplete() -> None:
+    """Runs in new namespaces with a private zfs-fuse daemon."""
     tarball, directory = debian_tarball(), session.run_dir() / "host-alone"
     directory.mkdir()
     (directory / "cache").mkdir()
     (directory / "cache" / tarball.name).hardlink_to(tarball)
     unshare = ["unshare", "--mount", "--propagation", "private", "--net", "--pid", "--fork", "--kill-child"]
-    python = [sys.executable, "-m", "tests.jail_zfs.host_alone", str(directory)]
-    argv = [*unshare, "--mount-proc", "sh", "-c", '"$@"; exit $?', "sh", *python]
-    done = subprocess.run(argv, cwd=session.REPOSITORY, capture_output=True, text=True, timeout=300, check=False)
-    assert done.returncode == 0, done.stderr[-5000:]
-    assert json.loads(done.stdout.splitlines()[-1]) == "well"
+    program = [sys.executable, "-m", "tests.jail_zfs.host_alone", str(directory)]
+    argv = [*unshare, "--mount-proc", "sh", "-c", '"$@"; exit $?', "sh", *program]
+    result = subprocess.run(argv, cwd=session.REPOSITORY, capture_output=True, text=True, timeout=300, check=False)
+    assert result.returncode == 0, result.stderr[-5000:]
+    assert json.loads(result.stdout.splitlines()[-1]) == "passed"
     subprocess.run(["rm", "-r", str(directory)], check=True, timeout=60)

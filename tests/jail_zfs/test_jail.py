@@ -1,4 +1,4 @@
-"""Parsing of the jail commands and creation of jails: unexpected output is an error, and nothing is left behind."""
+"""Test the parsers of the jail commands' output, and the creation and removal of jails."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from sandbox_gateway.errors import BackendFailed
-from sandbox_gateway.hosts.jail_zfs.command_runner import CommandRunner
+from sandbox_gateway.hosts.jail_zfs.commands import CommandRunner
 from sandbox_gateway.hosts.jail_zfs.jail.jails import Jail, Jails, parse_jails
-from sandbox_gateway.hosts.jail_zfs.jail.mount_table import Mounted, MountTable, parse_mounts
-from sandbox_gateway.hosts.jail_zfs.jail.rctl import parse_usage, rules
+from sandbox_gateway.hosts.jail_zfs.jail.mount_table import MountEntry, MountTable, parse_mounts
+from sandbox_gateway.hosts.jail_zfs.jail.rctl import format_rules, parse_usage
 from sandbox_gateway.records import Resources
 from tests.support.jail_world import JailZfsWorld, shim, shim_environment
 
@@ -27,29 +27,29 @@ SAMPLE = (
 )
 
 
-def run_async(work: Coroutine[Any, Any, T]) -> T:
-    return asyncio.run(work)
+def run_async(coroutine: Coroutine[Any, Any, T]) -> T:
+    return asyncio.run(coroutine)
 
 
-def test_the_list_of_jails() -> None:
+def test_parse_jails() -> None:
     assert parse_jails(SAMPLE) == [Jail("N", "/P", False), Jail("M", "/Q R", True)]
     assert parse_jails('{"__version": "2", "jail-information": {"jail": []}}') == []
 
 
 @given(st.integers(0, len(SAMPLE) - 1))
-def test_a_truncated_list_is_refused(length: int) -> None:
+def test_a_truncated_list_of_jails_is_refused(length: int) -> None:
     with pytest.raises(BackendFailed, match="not a list of jails"):
         parse_jails(SAMPLE[:length])
 
 
 @given(st.lists(st.tuples(st.text(min_size=1), st.text(), st.booleans())))
 def test_jails_with_any_name_are_listed(rows: list[tuple[str, str, bool]]) -> None:
-    listed = [{"name": name, "path": path, "dying": str(dying).lower()} for name, path, dying in rows]
-    assert parse_jails(json.dumps({"jail-information": {"jail": listed}})) == [Jail(*row) for row in rows]
+    records = [{"name": name, "path": path, "dying": str(dying).lower()} for name, path, dying in rows]
+    assert parse_jails(json.dumps({"jail-information": {"jail": records}})) == [Jail(*row) for row in rows]
 
 
 @given(st.text())
-def test_arbitrary_text_is_a_list_or_an_error(text: str) -> None:
+def test_arbitrary_text_is_parsed_or_refused(text: str) -> None:
     try:
         parse_jails(text)
     except BackendFailed as error:
@@ -61,28 +61,28 @@ def test_arbitrary_text_is_a_list_or_an_error(text: str) -> None:
     parse_usage(text)
 
 
-def test_the_mount_table() -> None:
+def test_parse_mounts() -> None:
     rows = (
         '{"special":"zroot/a","node":"/a","fstype":"zfs","opts":["local"]},'
         '{"special":"/b c","node":"/a/d e","fstype":"nullfs","opts":["local","read-only"],"fsid":"01ff000029000000"},'
         '{"special":"devfs","node":"/a/dev","fstype":"devfs","fsid":"02ff000071000000"}'
     )
     assert parse_mounts('{"mount": {"mounted": [' + rows + "]}}") == [
-        Mounted("zroot/a", "/a", "zfs"),
-        Mounted("/b c", "/a/d e", "nullfs", "01ff000029000000", read_only=True),
-        Mounted("devfs", "/a/dev", "devfs", "02ff000071000000"),
+        MountEntry("zroot/a", "/a", "zfs"),
+        MountEntry("/b c", "/a/d e", "nullfs", "01ff000029000000", read_only=True),
+        MountEntry("devfs", "/a/dev", "devfs", "02ff000071000000"),
     ]
     assert parse_mounts('{"mount": {}}') == []
 
 
 @pytest.mark.parametrize("text", ["", "{}", "[]", '{"mount": []}', '{"mount": {"mounted": [{"special": "x"}]}}', "{"])
-def test_an_invalid_mount_table_is_reported(text: str) -> None:
+def test_an_invalid_mount_table_is_refused(text: str) -> None:
     with pytest.raises(BackendFailed, match="not a table of mounts"):
         parse_mounts(text)
 
 
-def test_limits_are_formatted_and_measured() -> None:
-    assert rules("sbx-1", Resources(cpus=2, memory_mb=256), 100) == [
+def test_rctl_rules_are_formatted_and_usage_is_parsed() -> None:
+    assert format_rules("sbx-1", Resources(cpus=2, memory_mb=256), 100) == [
         "jail:sbx-1:maxproc:deny=100",
         "jail:sbx-1:vmemoryuse:deny=268435456",
         "jail:sbx-1:pcpu:deny=200",
@@ -102,14 +102,14 @@ def table(jail_zfs_world: JailZfsWorld) -> MountTable:
 
 def test_removing_a_missing_jail_succeeds(jails: Jails, table: MountTable, tmp_path: Path) -> None:
     run_async(jails.remove("nowhere", "nowhere-b"))
-    run_async(table.unmount(Mounted("", str(tmp_path), "nullfs")))
-    run_async(table.unmount(Mounted("", str(tmp_path / "missing"), "nullfs")))
-    run_async(table.unmount(Mounted("", "", "nullfs", "00ff00ff00ff00ff")))
+    run_async(table.unmount(MountEntry("", str(tmp_path), "nullfs")))
+    run_async(table.unmount(MountEntry("", str(tmp_path / "missing"), "nullfs")))
+    run_async(table.unmount(MountEntry("", "", "nullfs", "00ff00ff00ff00ff")))
     run_async(jails.signal("nowhere", "STOP"))
     assert run_async(table.list_below(tmp_path)) == []
 
 
-def test_a_failed_creation_leaves_nothing(jails: Jails, table: MountTable, tmp_path: Path) -> None:
+def test_a_failed_jail_creation_leaves_nothing_behind(jails: Jails, table: MountTable, tmp_path: Path) -> None:
     for name in ("dev", "bin"):
         (tmp_path / name).mkdir()
     with pytest.raises(BackendFailed, match="interface missing-b does not exist"):

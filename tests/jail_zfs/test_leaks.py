@@ -1,4 +1,4 @@
-"""tests.leaks: a run removes the leftovers of an earlier run that was killed."""
+"""Test that tests.leaks removes the leftovers of an earlier run that was killed."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ from tests.jail_zfs import pools
 from tests.support import jail_world, session
 from tests.support.xfs import LoopXfs
 
-temporary, said, address = Path(sys.argv[1]), Path(sys.argv[2]), sys.argv[3]
-leaks.remember(temporary)
+temporary, mark_file, address = Path(sys.argv[1]), Path(sys.argv[2]), sys.argv[3]
+leaks.record_temporary_directory(temporary)
 place, prefix = session.run_dir(), "t" + session.run_id()
 LoopXfs(place / "xfs.img", place / "xfs", size_mb=320).__enter__()
 pool = pools.pool(prefix + "k", place, megabytes=128)
@@ -41,7 +41,7 @@ for command in (
 ):
     subprocess.run(command.split(), check=True, timeout=30)
 subprocess.Popen(["sleep", "600"], start_new_session=True)
-said.write_text(os.environ[session.MARK])
+mark_file.write_text(os.environ[session.MARK])
 os.kill(os.getpid(), signal.SIGKILL)
 """
 
@@ -52,11 +52,11 @@ def test_leftovers_of_a_killed_run_are_removed(
     temporary = tmp_path / "temporary"
     temporary.mkdir()
     monkeypatch.setenv("GROVE_TEST_STATE", str(tmp_path / "state"))
-    said = tmp_path / "said"
-    # To a file: processes that keep running would keep a pipe open.
+    mark_file = tmp_path / "mark"
+    # The output goes to a file, because processes that keep running would keep a pipe open.
     with (tmp_path / "errors").open("w") as errors:
         subprocess.run(
-            [sys.executable, "-c", RUN, str(temporary), str(said), ADDRESS],
+            [sys.executable, "-c", RUN, str(temporary), str(mark_file), ADDRESS],
             cwd=session.REPOSITORY,
             env={name: value for name, value in os.environ.items() if name != session.MARK},
             stdout=errors,
@@ -64,27 +64,27 @@ def test_leftovers_of_a_killed_run_are_removed(
             timeout=120,
             check=False,
         )
-    assert said.exists(), (tmp_path / "errors").read_text()
-    mark = said.read_text()
+    assert mark_file.exists(), (tmp_path / "errors").read_text()
+    mark = mark_file.read_text()
     code = mark.partition("-")[2]
-    left = _leftovers(mark, f"t{code}", tmp_path)
-    assert [len(found) for found in left.values()] == [1, 4, 1, 1, 1, 1, 1, 1, 1], left
+    leftovers = _leftovers(mark, f"t{code}", tmp_path)
+    assert [len(items) for items in leftovers.values()] == [1, 4, 1, 1, 1, 1, 1, 1, 1], leftovers
     leaks.sweep_earlier_runs()
     assert not any(_leftovers(mark, f"t{code}", tmp_path).values())
     assert any(Path("/usr/bin").iterdir())
 
 
-def _leftovers(mark: str, prefix: str, place: Path) -> dict[str, list[str]]:
-    """The leftovers of that run alone, since others may be under way."""
-    now = leaks.take_inventory()
+def _leftovers(mark: str, prefix: str, directory: Path) -> dict[str, list[str]]:
+    """Return the leftovers of that run only, because other runs may be active."""
+    inventory = leaks.take_inventory()
     return {
-        "processes": list(leaks._processes(place / "state" / f"run-{mark}", mark).values()),
-        "mounts": [line for line in now.mounts if line.startswith(str(place))],
-        "loops": [line for line in now.loops if str(place) in line],
-        "namespaces": [name for name in now.namespaces if name.startswith(prefix)],
-        "links": [name for name in now.links if name.startswith(prefix)],
-        "tables": [line for line in now.tables if f" {prefix}" in line],
+        "processes": list(leaks._processes(directory / "state" / f"run-{mark}", mark).values()),
+        "mounts": [line for line in inventory.mounts if line.startswith(str(directory))],
+        "loops": [line for line in inventory.loops if str(directory) in line],
+        "namespaces": [name for name in inventory.namespaces if name.startswith(prefix)],
+        "links": [name for name in inventory.links if name.startswith(prefix)],
+        "tables": [line for line in inventory.tables if f" {prefix}" in line],
         "addresses": [address for address in leaks._addresses("lo") if address == ADDRESS],
-        "zpools": [name for name in now.zpools if name.startswith(prefix)],
-        "files": [str(path) for path in (place / "state").glob("run-*")],
+        "zpools": [name for name in inventory.zpools if name.startswith(prefix)],
+        "files": [str(path) for path in (directory / "state").glob("run-*")],
     }

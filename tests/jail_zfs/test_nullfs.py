@@ -1,4 +1,4 @@
-"""The path to a mount point in a jail: without links, created if missing, unchanged if it cannot be created."""
+"""Test the preparation of mount points in jails."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def test_missing_directories_are_created_for_all_users(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("path", "words"),
+    ("path", "message"),
     [
         ("/link", "/link is a symbolic link"),
         ("/link/new", "/link is a symbolic link"),
@@ -40,7 +40,7 @@ def test_missing_directories_are_created_for_all_users(tmp_path: Path) -> None:
         ("/" + "/".join(["x" * 200] * 6), "too long for a mount point"),
     ],
 )
-def test_links_are_not_followed_and_nothing_is_left(tmp_path: Path, path: str, words: str) -> None:
+def test_symlinks_are_refused_and_nothing_is_created(tmp_path: Path, path: str, message: str) -> None:
     root, outside = tmp_path / "root", tmp_path / "outside"
     (root / "dir").mkdir(parents=True)
     outside.mkdir()
@@ -49,26 +49,26 @@ def test_links_are_not_followed_and_nothing_is_left(tmp_path: Path, path: str, w
     (root / "dir/inner").symlink_to("../../outside")
     (root / "loop").symlink_to("loop")
     before = list_tree(tmp_path)
-    with pytest.raises(Invalid, match=words) as refused:
+    with pytest.raises(Invalid, match=message) as caught:
         prepare(root, path)
     assert list_tree(tmp_path) == before
-    assert str(tmp_path) not in refused.value.message
-    assert len(refused.value.message) < 300
+    assert str(tmp_path) not in caught.value.message
+    assert len(caught.value.message) < 300
 
 
 @pytest.mark.parametrize("path", ["", "/", "data", "/a/../b", "//a", "/a//b", "/a/", "/a/./b", "/.."])
-def test_invalid_paths(tmp_path: Path, path: str) -> None:
+def test_invalid_paths_are_refused(tmp_path: Path, path: str) -> None:
     with pytest.raises(Invalid, match="absolute path"):
         prepare(tmp_path, path)
     assert list_tree(tmp_path) == set()
 
 
-def test_missing_files(tmp_path: Path) -> None:
+def test_a_missing_root_is_reported(tmp_path: Path) -> None:
     with pytest.raises(BackendFailed, match="is not mounted at"):
         prepare(tmp_path / "none", "/data")
 
 
-def test_no_descriptor_leaks(tmp_path: Path) -> None:
+def test_all_descriptors_are_closed(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     before = len(list(Path("/proc/self/fd").iterdir()))
     for _ in range(5):

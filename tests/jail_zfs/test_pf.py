@@ -1,4 +1,4 @@
-"""The reach of sandboxes: real packets between jails, the host, and a jail that simulates the internet."""
+"""Test which addresses sandboxes can reach, with real packets between jails, the host, and a simulated internet."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import pytest
 
 from sandbox_gateway.engine.spec import ForkSpec
 from sandbox_gateway.errors import BackendFailed, Invalid
-from sandbox_gateway.hosts.jail_zfs.command_runner import CommandRunner
+from sandbox_gateway.hosts.jail_zfs.commands import CommandRunner
 from sandbox_gateway.hosts.jail_zfs.network.epair import Bridge
 from sandbox_gateway.hosts.jail_zfs.network.pf import bridge_rules, jail_rules
 from sandbox_gateway.records import NetworkPolicy
@@ -30,7 +30,7 @@ SERVER = (
 )
 METADATA_NETWORKS = ("100.100.100.200/32", "168.63.129.16/32", "169.254.0.0/16", "192.0.0.192/32")
 CLIENT = "import socket, sys; print(socket.create_connection((sys.argv[1], 7000), 2).recv(99).decode())"
-HOLD = (
+KEEP_OPEN = (
     "import socket, sys, time\n"
     "c = socket.create_connection((sys.argv[1], 7001), 2)\n"
     "for number in range(40):\n"
@@ -49,8 +49,8 @@ ECHO = (
 )
 
 
-class Outside:
-    """A jail beyond the host, on its own network, with a server on port 7000."""
+class OutsideJail:
+    """A jail on another network that simulates the internet, with servers on ports 7000 and 7001."""
 
     def __init__(self, root: Path) -> None:
         network = ipaddress.IPv4Network(session.network()["subnet"])
@@ -59,12 +59,12 @@ class Outside:
         self._root = root
         self._servers: list[subprocess.Popen[str]] = []
 
-    def __enter__(self) -> Outside:
+    def __enter__(self) -> OutsideJail:
         shim("jail", "-c", "name=outside", f"path={self._root}", "persist", "vnet=new")
-        made = shim("ifconfig", "epair", "create").strip()
+        epair = shim("ifconfig", "epair", "create").strip()
         inner = self.interface[:-1] + "b"
-        shim("ifconfig", made, "name", self.interface)
-        shim("ifconfig", f"{made[:-1]}b", "name", inner)
+        shim("ifconfig", epair, "name", self.interface)
+        shim("ifconfig", f"{epair[:-1]}b", "name", inner)
         shim("ifconfig", inner, "vnet", "outside")
         shim("ifconfig", self.interface, "inet", f"{self.host}/24")
         shim("ifconfig", "-j", "outside", inner, "inet", f"{self.address}/24")
@@ -88,13 +88,13 @@ def serve(argv: list[str]) -> subprocess.Popen[str]:
 
 
 @pytest.fixture
-def outside(jail_zfs_world: JailZfsWorld) -> Iterator[Outside]:
-    with Outside(Path("/")) as made:
-        yield made
+def outside(jail_zfs_world: JailZfsWorld) -> Iterator[OutsideJail]:
+    with OutsideJail(Path("/")) as jail:
+        yield jail
 
 
 @pytest.fixture
-def live(jail_zfs_world: JailZfsWorld, outside: Outside) -> Iterator[Live]:
+def live(jail_zfs_world: JailZfsWorld, outside: OutsideJail) -> Iterator[Live]:
     config = jail_zfs_world.config(jail_zfs={"egress": outside.interface}, network={"dns": ["9.9.9.9"]})
     live = Live(jail_zfs_world.host(config), config)
     yield live
@@ -104,12 +104,12 @@ def live(jail_zfs_world: JailZfsWorld, outside: Outside) -> Iterator[Live]:
 
 
 def request_from(live: Live, ref: str, address: str) -> str:
-    """Request the server there from a sandbox. Returns the answer, or an empty string if it cannot be reached."""
-    done = live.do(live.engine.commands.exec(ref, ["python3", "-c", CLIENT, address]))
-    return done.stdout.decode().strip() if done.exit_code == 0 else ""
+    """Connect to port 7000 of an address from a sandbox. Returns the response, or "" if the server is unreachable."""
+    result = live.do(live.engine.commands.exec(ref, ["python3", "-c", CLIENT, address]))
+    return result.stdout.decode().strip() if result.exit_code == 0 else ""
 
 
-def test_sandboxes_reach_the_internet_but_not_each_other_or_the_host(live: Live, outside: Outside) -> None:
+def test_sandboxes_reach_the_internet_but_not_each_other_or_the_host(live: Live, outside: OutsideJail) -> None:
     live.do(live.engine.forks.fork(TEMPLATE, ForkSpec(names=["a", "b"])))
     other = live.sandbox("b").host["address"]
     gateway = str(ipaddress.IPv4Network(live.config.network.subnet).network_address + 1)
@@ -125,9 +125,9 @@ def test_sandboxes_reach_the_internet_but_not_each_other_or_the_host(live: Live,
         host.communicate()
 
 
-def test_a_policy_also_applies_to_open_connections(live: Live, outside: Outside) -> None:
-    closed = NetworkPolicy(allow_internet=False)
-    live.do(live.engine.forks.create(TEMPLATE, ForkSpec(names=["shut"], network=closed)))
+def test_a_policy_also_applies_to_open_connections(live: Live, outside: OutsideJail) -> None:
+    no_internet = NetworkPolicy(allow_internet=False)
+    live.do(live.engine.forks.create(TEMPLATE, ForkSpec(names=["shut"], network=no_internet)))
     assert not request_from(live, "shut", outside.address)
     assert live.shell("shut", "cat /etc/resolv.conf") == ""
     live.do(live.engine.sandboxes.set_network("shut", NetworkPolicy(allow_internet=False, allow_out=[outside.address])))
@@ -136,14 +136,14 @@ def test_a_policy_also_applies_to_open_connections(live: Live, outside: Outside)
     live.do(live.engine.sandboxes.set_network("shut", NetworkPolicy(deny_out=[f"{outside.address}/24"])))
     assert not request_from(live, "shut", outside.address)
     live.do(live.engine.sandboxes.set_network("shut", NetworkPolicy()))
-    live.shell("shut", f'python3 -c "{HOLD}" {outside.address} </dev/null >/dev/null 2>&1 &')
+    live.shell("shut", f'python3 -c "{KEEP_OPEN}" {outside.address} </dev/null >/dev/null 2>&1 &')
     live.shell("shut", "while ! [ -s /root/beats ]; do sleep 0.05; done")
-    live.do(live.engine.sandboxes.set_network("shut", closed))
+    live.do(live.engine.sandboxes.set_network("shut", no_internet))
     first, later = (live.shell("shut", "sleep 0.5; cat /root/beats") for _ in range(2))
-    assert first == later, "the connection that was open goes on"
+    assert first == later, "the open connection still works"
 
 
-def test_packets_with_a_forged_address_are_dropped(live: Live, outside: Outside) -> None:
+def test_packets_with_a_forged_address_are_dropped(live: Live, outside: OutsideJail) -> None:
     live.do(live.engine.forks.create(TEMPLATE, ForkSpec(names=["liar"])))
     number, inner = (
         live.sandbox("liar").host["number"],
@@ -163,14 +163,14 @@ def test_an_invalid_address_is_refused(live: Live) -> None:
 
 
 @pytest.mark.parametrize(
-    ("rules", "words"),
+    ("rules", "message"),
     [("pass\n", 'no `anchor "sbx/\\*"`'), ('anchor "sbx/*"\n', 'no `nat-anchor "sbx/\\*"`')],
 )
-def test_missing_anchors_are_refused_at_startup(jail_zfs_world: JailZfsWorld, rules: str, words: str) -> None:
+def test_missing_anchors_are_refused_at_startup(jail_zfs_world: JailZfsWorld, rules: str, message: str) -> None:
     config = jail_zfs_world.config()
     shim("pfctl", "-q", "-f", "-", input=rules)
     try:
-        with pytest.raises(BackendFailed, match=words):
+        with pytest.raises(BackendFailed, match=message):
             Live(jail_zfs_world.host(config), config)
     finally:
         shim("pfctl", "-q", "-f", "-", input=PF)
@@ -209,6 +209,6 @@ def test_rules_are_formatted() -> None:
         "block return in quick on sbxbr inet from 10.231.0.7 to 10.0.0.0/8",
         "pass in quick on sbxbr inet from 10.231.0.7 to any",
     ]
-    shut = jail_rules(bridge, bridge.epair(7), NetworkPolicy(allow_internet=False), ["9.9.9.9"]).splitlines()
-    assert shut[-1] == "block return in quick on sbxbr inet from 10.231.0.7 to any"
-    assert not any("port 53" in rule for rule in shut)
+    closed_rules = jail_rules(bridge, bridge.epair(7), NetworkPolicy(allow_internet=False), ["9.9.9.9"]).splitlines()
+    assert closed_rules[-1] == "block return in quick on sbxbr inet from 10.231.0.7 to any"
+    assert not any("port 53" in rule for rule in closed_rules)

@@ -1,4 +1,4 @@
-"""Volumes in jails: shared, limited, removed, found again; and jails whose root is malicious."""
+"""Test volumes in jails: mounts, snapshots, restarts, stuck mounts, and malicious jails."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from tests.support.worlds import TEMPLATE
 
 @pytest.fixture
 def make_live(jail_zfs_world: JailZfsWorld) -> Iterator[Callable[..., Live]]:
-    """Engines with their own state: see ``engines``."""
+    """Return a function that starts engines with their own state. See ``engines``."""
     with engines(jail_zfs_world) as make_live:
         yield make_live
         shim("freebsd-shim", "set", "busy", "")
@@ -59,11 +59,11 @@ def root_path(world: JailZfsWorld, live: Live, name: str) -> Path:
 
 
 def startup_repairs(caplog: pytest.LogCaptureFixture) -> list[str]:
-    """The repairs at start-up, according to the log."""
+    """Return the repairs that the gateway logged at start-up."""
     return [vars(record)["fields"]["what"] for record in caplog.records if record.message == "repaired"]
 
 
-# -- shared -----------------------------------------------------------------------------------------------------------
+# -- mounts -----------------------------------------------------------------------------------------------------------
 
 
 def test_setuid_has_no_effect_on_a_volume(live: Live) -> None:
@@ -73,8 +73,8 @@ def test_setuid_has_no_effect_on_a_volume(live: Live) -> None:
     assert live.do(live.engine.commands.exec("box", ["/data/id", "-u"], user="user")).stdout.strip() == b"1000"
 
 
-def test_nested_mounts_in_any_order(live: Live, jail_zfs_world: JailZfsWorld) -> None:
-    """The engine refuses overlaps; the host mounts outer before inner and unmounts inner first."""
+def test_volumes_can_be_mounted_inside_volumes(live: Live, jail_zfs_world: JailZfsWorld) -> None:
+    """The engine refuses such mounts, but the host supports them: it mounts outer volumes before inner ones."""
     outer, inner = create_volume(live, "outer"), create_volume(live, "inner")
     sandbox = create_box(live, "box")
     for mount in (Mount(volume=outer.id, path="/data"), Mount(volume=inner.id, path="/data/below")):
@@ -85,24 +85,24 @@ def test_nested_mounts_in_any_order(live: Live, jail_zfs_world: JailZfsWorld) ->
     assert jail_zfs_world.volume_mounts(live.config) == set()
 
 
-def test_long_names(live: Live, jail_zfs_world: JailZfsWorld) -> None:
+def test_long_names_and_paths_are_supported(live: Live, jail_zfs_world: JailZfsWorld) -> None:
     name = "v" + "-" * 63
-    made = create_volume(live, name)
+    volume = create_volume(live, name)
     sandbox = create_box(live, "box")
-    deep = "/srv/" + "/".join(["d" * 120] * 3)
-    live.do(jail_host(live).attach(sandbox, Mount(volume=made.id, path=deep)))
-    live.shell("box", f"touch {deep}/file")
-    assert (f"{root_path(jail_zfs_world, live, 'box')}{deep}", made.id, False) in jail_zfs_world.volume_mounts(
+    deep_path = "/srv/" + "/".join(["d" * 120] * 3)
+    live.do(jail_host(live).attach(sandbox, Mount(volume=volume.id, path=deep_path)))
+    live.shell("box", f"touch {deep_path}/file")
+    assert (f"{root_path(jail_zfs_world, live, 'box')}{deep_path}", volume.id, False) in jail_zfs_world.volume_mounts(
         live.config
     )
-    live.do(jail_host(live).detach(sandbox, Mount(volume=made.id, path=deep)))
-    assert live.shell("box", f"ls {deep}") == ""
+    live.do(jail_host(live).detach(sandbox, Mount(volume=volume.id, path=deep_path)))
+    assert live.shell("box", f"ls {deep_path}") == ""
     with pytest.raises(Invalid, match="File name too long"):
-        live.do(jail_host(live).attach(sandbox, Mount(volume=made.id, path=f"/srv/{'x' * 300}")))
+        live.do(jail_host(live).attach(sandbox, Mount(volume=volume.id, path=f"/srv/{'x' * 300}")))
     assert live.shell("box", "ls /srv").split() == ["d" * 120]
 
 
-# -- captured, cloned, rolled back ------------------------------------------------------------------------------------
+# -- snapshots --------------------------------------------------------------------------------------------------------
 
 
 def test_a_volume_is_captured_and_cloned_with_its_sandbox(live: Live, jail_zfs_world: JailZfsWorld) -> None:
@@ -130,40 +130,40 @@ def test_a_volume_is_captured_and_cloned_with_its_sandbox(live: Live, jail_zfs_w
 def test_all_writers_are_stopped_during_a_capture(
     live: Live, jail_zfs_world: JailZfsWorld, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """This ZFS takes several snapshots one after the other."""
+    """This ZFS cannot take several snapshots atomically."""
     create_volume(live)
     create_box(live, "source", ("data", "/data"))
     create_box(live, "writer", ("data", "/data"))
     create_box(live, "reader", ("data", "/data"), read_only=True)
-    seen: dict[str, set[str]] = {}
+    states: dict[str, set[str]] = {}
     take = snapshots._snapshot_at_once
 
-    def look(names: Any, options: Any) -> None:
+    def record_states(names: Any, options: Any) -> None:
         time.sleep(0.1)
         for name in ("source", "writer", "reader"):
-            seen.setdefault(name, set()).update(process_states(jail_zfs_world, live, name))
+            states.setdefault(name, set()).update(process_states(jail_zfs_world, live, name))
         take(names, options)
 
-    monkeypatch.setattr(snapshots, "_snapshot_at_once", look)
+    monkeypatch.setattr(snapshots, "_snapshot_at_once", record_states)
     live.do(live.engine.snapshots.create("source", volumes=["data"]))
-    assert (seen["source"], seen["writer"]) == ({"T"}, {"T"})
-    assert "T" not in seen["reader"]
+    assert (states["source"], states["writer"]) == ({"T"}, {"T"})
+    assert "T" not in states["reader"]
     assert "T" not in process_states(jail_zfs_world, live, "source") | process_states(jail_zfs_world, live, "writer")
 
 
 def process_states(world: JailZfsWorld, live: Live, name: str) -> set[str]:
-    """The states of the processes of a jail, as `ps` prints them."""
-    found = set()
+    """Return the states of a jail's processes, as `ps` prints them."""
+    states = set()
     for pid in shim("pgrep", "-j", live.sandbox(name).host["jail"], check=False).split():
         try:
-            found.add(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0])
+            states.add(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0])
         except OSError:
             continue
-    return found
+    return states
 
 
-def test_rollback_under_running_jails(live: Live, jail_zfs_world: JailZfsWorld) -> None:
-    made = create_volume(live)
+def test_rolling_back_a_mounted_volume_updates_all_jails(live: Live, jail_zfs_world: JailZfsWorld) -> None:
+    volume = create_volume(live)
     create_box(live, "writer", ("data", "/data"))
     create_box(live, "reader", ("data", "/srv/data"), read_only=True)
     marks = []
@@ -180,10 +180,10 @@ def test_rollback_under_running_jails(live: Live, jail_zfs_world: JailZfsWorld) 
     assert live.shell("reader", "cat /srv/data/file").strip() == "on"
     assert [each.name for each in live.engine.volumes.list_snapshots("data")] == ["one", "two"]
     live.wait_for(jail_zfs_world.check_no_strays, live.engine, live.config, "after rollbacks")
-    assert made.id == live.engine.volumes.get("data").id
+    assert volume.id == live.engine.volumes.get("data").id
 
 
-def test_a_rollback_that_cannot_be_mounted_changes_nothing(
+def test_a_failed_rollback_restores_the_mounts(
     live: Live, jail_zfs_world: JailZfsWorld, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     create_volume(live)
@@ -202,7 +202,7 @@ def test_a_rollback_that_cannot_be_mounted_changes_nothing(
         patch.setattr(commit, refuse)
         live.do(live.engine.volumes.rollback("data", "mark", force=True))
     assert (jail_zfs_world.volume_mounts(live.config), jail_zfs_world.traces(live.config)) == before
-    # a jail's root may remove its own mount point, which affects nobody else
+    # Root in a jail may remove the mount point, which does not affect other jails.
     live.shell("second", "mv /data /gone; ln -s /etc /data")
     with pytest.raises(Invalid, match="symbolic link"):
         live.do(live.engine.volumes.rollback("data", "mark", force=True))
@@ -212,7 +212,7 @@ def test_a_rollback_that_cannot_be_mounted_changes_nothing(
     }
 
 
-# -- found again ------------------------------------------------------------------------------------------------------
+# -- restarts ---------------------------------------------------------------------------------------------------------
 
 
 def test_a_restart_corrects_mounts_to_match_the_records(
@@ -223,37 +223,37 @@ def test_a_restart_corrects_mounts_to_match_the_records(
         create_volume(live, name)
     sandbox = create_box(live, "box", ("kept", "/kept"), ("missing", "/missing"), ("wrong", "/wrong"))
     live.shell("box", "echo kept >/kept/file; echo missing >/missing/file; (exec sleep 1000 >/kept/open) 2>&1 &")
-    wanted = jail_zfs_world.volume_mounts(live.config)
+    expected = jail_zfs_world.volume_mounts(live.config)
     live.close()
-    place, volumes = root_path(jail_zfs_world, live, "box"), jail_zfs_world.place(live.config) / "volumes"
+    root, volumes = root_path(jail_zfs_world, live, "box"), jail_zfs_world.place(live.config) / "volumes"
     for name in ("missing", "wrong"):
-        shim("umount", f"{place}/{name}")
-    (place / "stray").mkdir()
+        shim("umount", f"{root}/{name}")
+    (root / "stray").mkdir()
     stray = live.engine.volumes.get("stray").id
-    shim("mount", "-t", "nullfs", "-o", "ro", str(volumes / live.engine.volumes.get("wrong").id), f"{place}/wrong")
-    shim("mount", "-t", "nullfs", str(volumes / stray), f"{place}/stray")
+    shim("mount", "-t", "nullfs", "-o", "ro", str(volumes / live.engine.volumes.get("wrong").id), f"{root}/wrong")
+    shim("mount", "-t", "nullfs", str(volumes / stray), f"{root}/stray")
     (live.config.host.state_root / "stopped").mkdir(exist_ok=True)
     (live.config.host.state_root / "stopped" / sandbox.host["jail"]).touch()
     shim("pkill", "-STOP", "-j", sandbox.host["jail"])
     caplog.clear()
-    again = make_live(live.config)
-    log = startup_repairs(caplog)
+    restarted = make_live(live.config)
+    repairs = startup_repairs(caplog)
     for words in (
         f"mounted /missing in sandbox {sandbox.id} again",
         f"mounted /wrong in sandbox {sandbox.id} again",
-        f"unmounted {place}/stray",
+        f"unmounted {root}/stray",
         f"resumed the jail {sandbox.host['jail']}",
     ):
-        assert any(words in sentence for sentence in log), log
-    assert jail_zfs_world.volume_mounts(again.config) == wanted
-    assert again.shell("box", "cat /kept/file /missing/file").split() == ["kept", "missing"]
-    again.shell("box", "echo works >/wrong/file")
-    again.close()
+        assert any(words in sentence for sentence in repairs), repairs
+    assert jail_zfs_world.volume_mounts(restarted.config) == expected
+    assert restarted.shell("box", "cat /kept/file /missing/file").split() == ["kept", "missing"]
+    restarted.shell("box", "echo works >/wrong/file")
+    restarted.close()
     caplog.clear()
-    third = make_live(live.config)
-    assert startup_repairs(caplog) == [], "the second time there is nothing to mend"
-    third.do(third.engine.sandboxes.delete("box"))
-    assert jail_zfs_world.volume_mounts(third.config) == set()
+    restarted_twice = make_live(live.config)
+    assert startup_repairs(caplog) == [], "the second start repaired something"
+    restarted_twice.do(restarted_twice.engine.sandboxes.delete("box"))
+    assert jail_zfs_world.volume_mounts(restarted_twice.config) == set()
 
 
 def test_volumes_of_dead_jails_are_unmounted(make_live: Callable[..., Live], jail_zfs_world: JailZfsWorld) -> None:
@@ -263,13 +263,13 @@ def test_volumes_of_dead_jails_are_unmounted(make_live: Callable[..., Live], jai
     live.shell("box", "echo kept >/data/file")
     live.close()
     shim("pkill", "-KILL", "-j", live.sandbox("box").host["jail"])
-    again = make_live(live.config)
-    eventually(lambda: again.sandbox("box").state is SandboxState.RUNNING, 60)
-    assert again.shell("box", "cat /data/file").strip() == "kept"
-    again.wait_for(jail_zfs_world.check_no_strays, again.engine, again.config, "after the resume")
+    restarted = make_live(live.config)
+    eventually(lambda: restarted.sandbox("box").state is SandboxState.RUNNING, 60)
+    assert restarted.shell("box", "cat /data/file").strip() == "kept"
+    restarted.wait_for(jail_zfs_world.check_no_strays, restarted.engine, restarted.config, "after the resume")
 
 
-def test_a_sandbox_starts_without_a_volume_destroyed_by_hand(
+def test_a_sandbox_starts_without_a_volume_destroyed_with_zfs(
     make_live: Callable[..., Live], caplog: pytest.LogCaptureFixture
 ) -> None:
     live = make_live()
@@ -279,62 +279,64 @@ def test_a_sandbox_starts_without_a_volume_destroyed_by_hand(
     live.close()
     pools.destroy_all(lost.host["dataset"])
     caplog.clear()
-    again = make_live(live.config)
+    restarted = make_live(live.config)
     log = startup_repairs(caplog)
     assert (
         f"sandbox {sandbox.id} mounts volume {lost.id} at /lost, but the volume is missing: restore or detach it" in log
     ), log
-    assert [each.id for each in again.engine.volumes.list()] == [kept.id]
-    assert [each.path for each in again.sandbox("box").mounts] == ["/lost", "/kept"]
-    again.do(again.engine.sandboxes.resume("box"))
-    again.shell("box", "touch /kept/file")
-    again.do(again.engine.attachments.detach("box", lost.id))
-    assert [each.path for each in again.sandbox("box").mounts] == ["/kept"]
+    assert [each.id for each in restarted.engine.volumes.list()] == [kept.id]
+    assert [each.path for each in restarted.sandbox("box").mounts] == ["/lost", "/kept"]
+    restarted.do(restarted.engine.sandboxes.resume("box"))
+    restarted.shell("box", "touch /kept/file")
+    restarted.do(restarted.engine.attachments.detach("box", lost.id))
+    assert [each.path for each in restarted.sandbox("box").mounts] == ["/kept"]
 
 
 def test_damaged_volume_records_do_not_prevent_a_start(
     make_live: Callable[..., Live], jail_zfs_world: JailZfsWorld
 ) -> None:
     live = make_live()
-    torn = create_volume(live, "torn")
+    damaged = create_volume(live, "torn")
     create_box(live, "box", ("torn", "/torn"))
     live.shell("box", "echo kept >/torn/file")
-    record = zfs.local_props(torn.host["dataset"])[HEAD]
+    record = zfs.local_props(damaged.host["dataset"])[HEAD]
     live.close()
-    zfs.lzc_set_prop(torn.host["dataset"], HEAD, record[:60])
-    again = make_live(live.config)
-    assert again.engine.volumes.list() == []
-    assert again.shell("box", "cat /torn/file").strip() == "kept", "what is mounted stays until it is known better"
-    again.do(again.engine.sandboxes.update("box", metadata={"saved": "anew"}))
-    again.close()
-    zfs.lzc_set_prop(torn.host["dataset"], HEAD, record)
-    third = make_live(live.config)
-    assert [each.name for each in third.engine.volumes.list()] == ["torn"]
-    assert [each.path for each in third.sandbox("box").mounts] == ["/torn"]
-    assert third.shell("box", "cat /torn/file").strip() == "kept"
+    zfs.lzc_set_prop(damaged.host["dataset"], HEAD, record[:60])
+    restarted = make_live(live.config)
+    assert restarted.engine.volumes.list() == []
+    assert restarted.shell("box", "cat /torn/file").strip() == "kept", (
+        "the volume with the damaged record was unmounted"
+    )
+    restarted.do(restarted.engine.sandboxes.update("box", metadata={"saved": "again"}))
+    restarted.close()
+    zfs.lzc_set_prop(damaged.host["dataset"], HEAD, record)
+    restarted_twice = make_live(live.config)
+    assert [each.name for each in restarted_twice.engine.volumes.list()] == ["torn"]
+    assert [each.path for each in restarted_twice.sandbox("box").mounts] == ["/torn"]
+    assert restarted_twice.shell("box", "cat /torn/file").strip() == "kept"
 
 
 # -- stuck mounts -----------------------------------------------------------------------------------------------------
 
 
-def test_a_stuck_mount_does_not_block_a_kill_and_is_shown(live: Live, jail_zfs_world: JailZfsWorld) -> None:
-    made = create_volume(live)
+def test_deleting_a_sandbox_does_not_wait_for_a_stuck_mount(live: Live, jail_zfs_world: JailZfsWorld) -> None:
+    volume = create_volume(live)
     create_box(live, "bystander")
     before = jail_zfs_world.traces(live.config)
     sandbox = create_box(live, "box", ("data", "/data"))
     node = f"{root_path(jail_zfs_world, live, 'box')}/data"
     shim("freebsd-shim", "set", "busy", node)
     with pytest.raises(Busy, match="cannot be unmounted"):
-        live.do(jail_host(live).detach(sandbox, Mount(volume=made.id, path="/data")))
-    assert live.do(live.engine.volumes.state("data")).stuck == [], "nothing was changed"
+        live.do(jail_host(live).detach(sandbox, Mount(volume=volume.id, path="/data")))
+    assert live.do(live.engine.volumes.state("data")).stuck == [], "the failed detach changed something"
     live.shell("box", "touch /data/file")
-    began = time.monotonic()
+    start_time = time.monotonic()
     live.do(live.engine.sandboxes.delete("box"))
-    assert time.monotonic() - began < 10
+    assert time.monotonic() - start_time < 10
     assert [each.name for each in live.engine.sandboxes.list()] == ["bystander"]
     (sentence,) = live.do(live.engine.volumes.state("data")).stuck
     assert node in sentence and "Device busy" in sentence and "the gateway retries" in sentence
-    assert jail_zfs_world.traces(live.config) != before, "its files wait"
+    assert jail_zfs_world.traces(live.config) != before, "the files were removed although a mount is stuck"
     shim("freebsd-shim", "set", "busy", "")
     eventually(lambda: jail_zfs_world.traces(live.config) == before, 40)
     assert live.do(live.engine.volumes.state("data")).stuck == []
@@ -347,17 +349,17 @@ def test_a_stuck_volume_is_removed_later(make_live: Callable[..., Live], jail_zf
     create_box(live, "box", ("data", "/data"))
     shim("freebsd-shim", "set", "busy", f"{root_path(jail_zfs_world, live, 'box')}/data")
     live.do(live.engine.sandboxes.delete("box"))
-    began = time.monotonic()
+    start_time = time.monotonic()
     live.do(live.engine.volumes.delete("data"))
-    assert time.monotonic() - began < 5
+    assert time.monotonic() - start_time < 5
     live.close()
-    again = make_live(live.config)
-    assert again.engine.volumes.list() == [], "it is none any more, though it is not gone yet"
+    restarted = make_live(live.config)
+    assert restarted.engine.volumes.list() == [], "a volume that is being removed is still listed"
     shim("freebsd-shim", "set", "busy", "")
     eventually(lambda: jail_zfs_world.volume_mounts(live.config) == set(), 40)
-    again.close()
-    third = make_live(live.config)
-    assert jail_zfs_world.traces(third.config) == before
+    restarted.close()
+    restarted_twice = make_live(live.config)
+    assert jail_zfs_world.traces(restarted_twice.config) == before
 
 
 # -- malicious jails --------------------------------------------------------------------------------------------------
@@ -365,10 +367,10 @@ def test_a_stuck_volume_is_removed_later(make_live: Callable[..., Live], jail_zf
 
 @pytest.fixture
 def outside(tmp_path: Path) -> Iterator[Path]:
-    """A place on the host where nothing may be mounted."""
-    place = tmp_path / "outside"
-    place.mkdir()
-    yield place
+    """Create a directory on the host in which nothing may be mounted."""
+    directory = tmp_path / "outside"
+    directory.mkdir()
+    yield directory
     mounted = [line.split()[1] for line in Path("/proc/self/mounts").read_text().splitlines()]
     assert [node for node in mounted if node.startswith(str(tmp_path))] == []
 
@@ -382,18 +384,18 @@ def outside(tmp_path: Path) -> Iterator[Path]:
         ("touch /data", "/data"),
     ],
 )
-def test_planted_links_cannot_escape_the_jail(
+def test_a_planted_symlink_cannot_redirect_a_volume_mount(
     live: Live, jail_zfs_world: JailZfsWorld, outside: Path, script: str, path: str
 ) -> None:
-    made = create_volume(live)
+    volume = create_volume(live)
     sandbox = create_box(live, "sly")
     live.shell("sly", script.format(outside=outside))
     before = jail_zfs_world.traces(live.config)
     with pytest.raises(Invalid, match="no volume can be mounted"):
-        live.do(jail_host(live).attach(sandbox, Mount(volume=made.id, path=path)))
+        live.do(jail_host(live).attach(sandbox, Mount(volume=volume.id, path=path)))
     assert jail_zfs_world.traces(live.config) == before
     assert list(outside.iterdir()) == []
-    # the same at its next start, from its snapshot
+    # The same must hold when a fork of the sandbox starts.
     live.do(live.engine.snapshots.create("sly", name="mark"))
     with pytest.raises(Invalid, match="no volume can be mounted"):
         live.do(live.engine.forks.create("mark", ForkSpec(mounts=[MountSpec("data", path)])))
@@ -402,59 +404,61 @@ def test_planted_links_cannot_escape_the_jail(
     assert live.shell("sly", "echo alive").strip() == "alive"
 
 
-def test_a_link_swapped_in_after_the_check_is_detected(
+def test_a_symlink_created_after_the_check_is_detected(
     live: Live, jail_zfs_world: JailZfsWorld, outside: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The test acts as a process in the jail that keeps running between the check and the mount."""
-    made = create_volume(live)
+    """The test acts like a process in the jail that runs between the check and the mount."""
+    volume = create_volume(live)
     bystander = create_box(live, "bystander", ("data", "/data"))
     sandbox = create_box(live, "sly")
     before = jail_zfs_world.traces(live.config)
     prepare = mount_point.prepare
 
-    def swap_then_mount(where: Path, path: str) -> None:
-        prepare(where, path)
-        (where / "data").rename(where / "aside")
-        (where / "data").symlink_to(outside)
+    def swap_then_mount(root: Path, path: str) -> None:
+        prepare(root, path)
+        (root / "data").rename(root / "aside")
+        (root / "data").symlink_to(outside)
 
     monkeypatch.setattr(mount_point, "prepare", swap_then_mount)
     with pytest.raises(Invalid, match="contains a symbolic link"):
-        live.do(jail_host(live).attach(sandbox, Mount(volume=made.id, path="/data")))
+        live.do(jail_host(live).attach(sandbox, Mount(volume=volume.id, path="/data")))
     assert jail_zfs_world.traces(live.config) == before
     assert not os.path.ismount(outside)
     live.shell("bystander", "echo mine >/data/file")
-    assert bystander.mounts[0].volume == made.id
+    assert bystander.mounts[0].volume == volume.id
 
 
-def test_a_jail_that_swaps_its_mount_point_constantly(live: Live, jail_zfs_world: JailZfsWorld, outside: Path) -> None:
-    """Its processes are stopped during an attach, but another swapper outside the jail is not."""
-    made = create_volume(live)
+def test_a_constantly_swapped_mount_point_cannot_redirect_a_mount(
+    live: Live, jail_zfs_world: JailZfsWorld, outside: Path
+) -> None:
+    """The jail's processes are stopped during an attach, but a thread of the test keeps swapping another path."""
+    volume = create_volume(live)
     sandbox = create_box(live, "sly")
-    swap = (
+    swap_script = (
         "mkdir -p /a/data; while :; do mv /a /b; ln -s OUT /a; rm /a; mv /b /a; done </dev/null >/dev/null 2>&1 &"
     ).replace("OUT", str(outside))
-    live.shell("sly", swap)
-    place, swapping = root_path(jail_zfs_world, live, "sly"), [True]
-    (place / "c/data").mkdir(parents=True)
+    live.shell("sly", swap_script)
+    root, keep_swapping = root_path(jail_zfs_world, live, "sly"), [True]
+    (root / "c/data").mkdir(parents=True)
     (outside / "data").mkdir()
 
-    def outsider() -> None:
-        while swapping:
+    def swap_paths() -> None:
+        while keep_swapping:
             for change in (
-                lambda: (place / "c").rename(place / "d"),
-                lambda: (place / "c").symlink_to(outside),
-                lambda: (place / "c").unlink(),
-                lambda: (place / "d").rename(place / "c"),
+                lambda: (root / "c").rename(root / "d"),
+                lambda: (root / "c").symlink_to(outside),
+                lambda: (root / "c").unlink(),
+                lambda: (root / "d").rename(root / "c"),
             ):
                 with contextlib.suppress(OSError):
                     change()
 
-    thread = threading.Thread(target=outsider)
+    thread = threading.Thread(target=swap_paths)
     thread.start()
     outcomes = set()
     try:
-        for turn in range(12):
-            mount = Mount(volume=made.id, path=("/a/data", "/c/data")[turn % 2])
+        for attempt in range(12):
+            mount = Mount(volume=volume.id, path=("/a/data", "/c/data")[attempt % 2])
             try:
                 live.do(jail_host(live).attach(sandbox, mount))
             except Invalid:
@@ -462,11 +466,11 @@ def test_a_jail_that_swaps_its_mount_point_constantly(live: Live, jail_zfs_world
                 assert jail_zfs_world.volume_mounts(live.config) == set()
                 continue
             outcomes.add("mounted")
-            assert jail_zfs_world.volume_mounts(live.config) == {(f"{place}{mount.path}", made.id, False)}
+            assert jail_zfs_world.volume_mounts(live.config) == {(f"{root}{mount.path}", volume.id, False)}
             live.do(jail_host(live).detach(sandbox, mount))
             assert jail_zfs_world.volume_mounts(live.config) == set()
     finally:
-        swapping.clear()
+        keep_swapping.clear()
         thread.join()
     assert outcomes
     assert not any((outside / "data").iterdir())

@@ -1,4 +1,4 @@
-"""The pyzfs functions on real ZFS."""
+"""Test the pyzfs functions on real ZFS."""
 
 from __future__ import annotations
 
@@ -17,19 +17,19 @@ from sandbox_gateway.zfs.causes import Cause
 from tests.jail_zfs import pools
 
 
-def _failure(function: Callable[..., object], *args: object) -> lzc_exc.ZFSError:
+def _catch_error(function: Callable[..., object], *args: object) -> lzc_exc.ZFSError:
     with pytest.raises(lzc_exc.ZFSError) as caught:
         function(*args)
     return caught.value
 
 
-def _only(error: lzc_exc.ZFSError) -> lzc_exc.ZFSError:
+def _single_error(error: lzc_exc.ZFSError) -> lzc_exc.ZFSError:
     assert isinstance(error, lzc_exc.MultipleOperationsFailure)
     assert len(error.errors) == 1
     return error.errors[0]
 
 
-def test_create_exists_destroy(root: str, root_path: Path) -> None:
+def test_create_and_destroy(root: str, root_path: Path) -> None:
     name = f"{root}/a".encode()
     zfs.lzc_create(name, props={b"sandbox:x": b"1 2", "atime": False})
     assert zfs.lzc_exists(name) and zfs.lzc_exists(name.decode())
@@ -42,23 +42,23 @@ def test_create_exists_destroy(root: str, root_path: Path) -> None:
 
 def test_create_errors(root: str) -> None:
     zfs.lzc_create(f"{root}/a")
-    exists = _failure(zfs.lzc_create, f"{root}/a")
+    exists = _catch_error(zfs.lzc_create, f"{root}/a")
     assert isinstance(exists, lzc_exc.FilesystemExists) and isinstance(exists, lzc_exc.DatasetExists)
     assert (exists.name, exists.errno, exists.message) == (f"{root}/a", 17, "Filesystem already exists")
     assert str(exists).startswith(f"[Errno 17] Filesystem already exists: '{root}/a'")
-    assert isinstance(_failure(zfs.lzc_create, f"{root}/no/a"), lzc_exc.ParentNotFound)
-    assert isinstance(_failure(zfs.lzc_create, "nopool/a"), lzc_exc.ParentNotFound)
-    assert isinstance(_failure(zfs.lzc_create, f"{root}/a b"), lzc_exc.NameInvalid)
-    assert isinstance(_failure(zfs.lzc_create, f"{root}/b", "tape"), lzc_exc.DatasetTypeInvalid)
+    assert isinstance(_catch_error(zfs.lzc_create, f"{root}/no/a"), lzc_exc.ParentNotFound)
+    assert isinstance(_catch_error(zfs.lzc_create, "nopool/a"), lzc_exc.ParentNotFound)
+    assert isinstance(_catch_error(zfs.lzc_create, f"{root}/a b"), lzc_exc.NameInvalid)
+    assert isinstance(_catch_error(zfs.lzc_create, f"{root}/b", "tape"), lzc_exc.DatasetTypeInvalid)
     for props in ({"refquota": "banana"}, {"used": "1"}, {"nonsense": "1"}, {"a:B": "1"}, {"a:b": "x" * 9000}):
-        assert isinstance(_failure(zfs.lzc_create, f"{root}/b", "zfs", props), lzc_exc.PropertyInvalid)
-    assert isinstance(_failure(zfs.lzc_create, f"{root}/b", "zfs", {"reservation": "100T"}), lzc_exc.NoSpace)
+        assert isinstance(_catch_error(zfs.lzc_create, f"{root}/b", "zfs", props), lzc_exc.PropertyInvalid)
+    assert isinstance(_catch_error(zfs.lzc_create, f"{root}/b", "zfs", {"reservation": "100T"}), lzc_exc.NoSpace)
     assert zfs.list_datasets(root) == [root, f"{root}/a"]
 
 
-def test_an_unmountable_dataset_is_not_left_behind(root: str, root_path: Path) -> None:
+def test_an_unmountable_dataset_is_destroyed(root: str, root_path: Path) -> None:
     (root_path / "a" / "in the way").mkdir(parents=True)
-    assert isinstance(_failure(zfs.lzc_create, f"{root}/a"), lzc_exc.MountFailed)
+    assert isinstance(_catch_error(zfs.lzc_create, f"{root}/a"), lzc_exc.MountFailed)
     assert not zfs.lzc_exists(f"{root}/a")
 
 
@@ -69,26 +69,28 @@ def test_snapshots_and_their_properties(root: str) -> None:
     zfs.lzc_snapshot(both, {"sandbox:record": "x" * 8191, "sandbox:more": '{"a": "ä\\t"}'})
     for name in both:
         assert zfs.local_props(name) == {"sandbox:record": "x" * 8191, "sandbox:more": '{"a": "ä\\t"}'}
-    assert isinstance(_only(_failure(zfs.lzc_snapshot, [both[0]])), lzc_exc.SnapshotExists)
-    assert isinstance(_only(_failure(zfs.lzc_snapshot, [f"{root}/no@1"])), lzc_exc.FilesystemNotFound)
-    twice = _failure(zfs.lzc_snapshot, [f"{root}/a@2", f"{root}/a@3"])
-    assert isinstance(twice, lzc_exc.SnapshotFailure) and isinstance(_only(twice), lzc_exc.DuplicateSnapshots)
-    assert isinstance(_only(_failure(zfs.lzc_snapshot, [f"{root}/a@2", "nopool/a@2"])), lzc_exc.PoolsDiffer)
-    assert isinstance(_only(_failure(zfs.lzc_snapshot, [f"{root}/a@b c"])), lzc_exc.NameInvalid)
-    assert isinstance(_only(_failure(zfs.lzc_snapshot, [f"{root}/a@{'n' * 255}"])), lzc_exc.NameTooLong)
+    assert isinstance(_single_error(_catch_error(zfs.lzc_snapshot, [both[0]])), lzc_exc.SnapshotExists)
+    assert isinstance(_single_error(_catch_error(zfs.lzc_snapshot, [f"{root}/no@1"])), lzc_exc.FilesystemNotFound)
+    duplicate = _catch_error(zfs.lzc_snapshot, [f"{root}/a@2", f"{root}/a@3"])
+    assert isinstance(duplicate, lzc_exc.SnapshotFailure) and isinstance(
+        _single_error(duplicate), lzc_exc.DuplicateSnapshots
+    )
+    assert isinstance(_single_error(_catch_error(zfs.lzc_snapshot, [f"{root}/a@2", "nopool/a@2"])), lzc_exc.PoolsDiffer)
+    assert isinstance(_single_error(_catch_error(zfs.lzc_snapshot, [f"{root}/a@b c"])), lzc_exc.NameInvalid)
+    assert isinstance(_single_error(_catch_error(zfs.lzc_snapshot, [f"{root}/a@{'n' * 255}"])), lzc_exc.NameTooLong)
     assert zfs.list_snapshots(f"{root}/a") == [both[0]]
 
 
-def test_several_snapshots_are_taken_all_or_none(root: str) -> None:
+def test_taking_several_snapshots_is_all_or_nothing(root: str) -> None:
     for short in "abc":
         zfs.lzc_create(f"{root}/{short}")
     zfs.lzc_snapshot([f"{root}/c@1"])
-    error = _failure(zfs.lzc_snapshot, [f"{root}/a@1", f"{root}/b@1", f"{root}/c@1"])
-    assert isinstance(_only(error), lzc_exc.SnapshotExists)
+    error = _catch_error(zfs.lzc_snapshot, [f"{root}/a@1", f"{root}/b@1", f"{root}/c@1"])
+    assert isinstance(_single_error(error), lzc_exc.SnapshotExists)
     assert zfs.list_datasets(root, types="snapshot") == [f"{root}/c@1"]
 
 
-def test_clone_and_its_errors(root: str, root_path: Path) -> None:
+def test_clone_and_clone_errors(root: str, root_path: Path) -> None:
     zfs.lzc_create(f"{root}/a")
     (root_path / "a" / "file").write_text("here")
     zfs.lzc_snapshot([f"{root}/a@1"])
@@ -96,26 +98,26 @@ def test_clone_and_its_errors(root: str, root_path: Path) -> None:
     assert (root_path / "b" / "file").read_text() == "here"
     assert zfs.get_props([f"{root}/b"], ["refquota"])[f"{root}/b"]["refquota"].number == 10 << 20
     assert zfs.list_clones(f"{root}/a@1") == [f"{root}/b"]
-    assert isinstance(_failure(zfs.lzc_clone, f"{root}/b", f"{root}/a@1"), lzc_exc.FilesystemExists)
-    assert isinstance(_failure(zfs.lzc_clone, f"{root}/c", f"{root}/a@no"), lzc_exc.DatasetNotFound)
-    assert isinstance(_failure(zfs.lzc_clone, f"{root}/no/c", f"{root}/a@1"), lzc_exc.DatasetNotFound)
-    assert isinstance(_failure(zfs.lzc_clone, "nopool/c", f"{root}/a@1"), lzc_exc.PoolsDiffer)
-    assert isinstance(_failure(zfs.lzc_clone, f"{root}/c", f"{root}/a"), lzc_exc.SnapshotNameInvalid)
+    assert isinstance(_catch_error(zfs.lzc_clone, f"{root}/b", f"{root}/a@1"), lzc_exc.FilesystemExists)
+    assert isinstance(_catch_error(zfs.lzc_clone, f"{root}/c", f"{root}/a@no"), lzc_exc.DatasetNotFound)
+    assert isinstance(_catch_error(zfs.lzc_clone, f"{root}/no/c", f"{root}/a@1"), lzc_exc.DatasetNotFound)
+    assert isinstance(_catch_error(zfs.lzc_clone, "nopool/c", f"{root}/a@1"), lzc_exc.PoolsDiffer)
+    assert isinstance(_catch_error(zfs.lzc_clone, f"{root}/c", f"{root}/a"), lzc_exc.SnapshotNameInvalid)
     with pytest.raises(OSError, match="quota"):
         (root_path / "b" / "big").write_bytes(os.urandom(11 << 20))
 
 
-def test_destroying_snapshots(root: str) -> None:
+def test_destroying_several_snapshots_is_all_or_nothing(root: str) -> None:
     zfs.lzc_create(f"{root}/a")
     for short in "123":
         zfs.lzc_snapshot([f"{root}/a@{short}"])
     zfs.lzc_clone(f"{root}/b", f"{root}/a@2")
     zfs.lzc_destroy_snaps([f"{root}/a@never", f"{root}/nor@this"], False)
-    error = _failure(zfs.lzc_destroy_snaps, [f"{root}/a@1", f"{root}/a@2"], False)
+    error = _catch_error(zfs.lzc_destroy_snaps, [f"{root}/a@1", f"{root}/a@2"], False)
     assert isinstance(error, lzc_exc.SnapshotDestructionFailure)
-    cloned = _only(error)
+    cloned = _single_error(error)
     assert isinstance(cloned, lzc_exc.SnapshotIsCloned) and cloned.related == (f"{root}/b",)
-    assert len(zfs.list_snapshots(f"{root}/a")) == 3, "none is destroyed where one is refused"
+    assert len(zfs.list_snapshots(f"{root}/a")) == 3, "a snapshot was destroyed although another one was refused"
     zfs.lzc_destroy_snaps([f"{root}/a@1", f"{root}/a@2"], True)
     assert zfs.list_snapshots(f"{root}/a") == [f"{root}/a@2", f"{root}/a@3"]
     zfs.lzc_destroy(f"{root}/b")
@@ -126,40 +128,40 @@ def test_destroy_removes_only_the_named_dataset(root: str) -> None:
     zfs.lzc_create(f"{root}/a")
     zfs.lzc_create(f"{root}/a/child")
     zfs.lzc_snapshot([f"{root}/a@1"])
-    error = _failure(zfs.lzc_destroy, f"{root}/a")
+    error = _catch_error(zfs.lzc_destroy, f"{root}/a")
     assert isinstance(error, lzc_exc.DatasetBusy)
     assert sorted(error.related) == [f"{root}/a/child", f"{root}/a@1"]
-    assert isinstance(_failure(zfs.lzc_destroy, f"{root}/a@1"), lzc_exc.NameInvalid)
-    assert isinstance(_failure(zfs.lzc_destroy, f"{root}/no"), lzc_exc.FilesystemNotFound)
+    assert isinstance(_catch_error(zfs.lzc_destroy, f"{root}/a@1"), lzc_exc.NameInvalid)
+    assert isinstance(_catch_error(zfs.lzc_destroy, f"{root}/no"), lzc_exc.FilesystemNotFound)
     assert zfs.lzc_exists(f"{root}/a@1")
 
 
-def test_a_dataset_in_use_is_busy(root: str, root_path: Path) -> None:
+def test_a_dataset_with_open_files_is_busy(root: str, root_path: Path) -> None:
     zfs.lzc_create(f"{root}/a")
     with (root_path / "a" / "open").open("w"):
-        assert isinstance(_failure(zfs.unmount, f"{root}/a"), lzc_exc.DatasetBusy)
-        assert isinstance(_failure(zfs.lzc_destroy, f"{root}/a"), lzc_exc.DatasetBusy)
+        assert isinstance(_catch_error(zfs.unmount, f"{root}/a"), lzc_exc.DatasetBusy)
+        assert isinstance(_catch_error(zfs.lzc_destroy, f"{root}/a"), lzc_exc.DatasetBusy)
     zfs.lzc_destroy(f"{root}/a")
 
 
-def test_rollback(root: str, root_path: Path) -> None:
+def test_rollback_to_the_latest_snapshot(root: str, root_path: Path) -> None:
     zfs.lzc_create(f"{root}/a")
-    assert isinstance(_failure(zfs.lzc_rollback, f"{root}/a"), lzc_exc.SnapshotNotFound)
+    assert isinstance(_catch_error(zfs.lzc_rollback, f"{root}/a"), lzc_exc.SnapshotNotFound)
     for short in "12":
         (root_path / "a" / "file").write_text(short)
         zfs.lzc_snapshot([f"{root}/a@{short}"])
     (root_path / "a" / "file").write_text("later")
-    assert isinstance(_failure(zfs.lzc_rollback_to, f"{root}/a", f"{root}/a@1"), lzc_exc.SnapshotNotLatest)
-    assert isinstance(_failure(zfs.lzc_rollback_to, f"{root}/a", f"{root}/a@9"), lzc_exc.SnapshotNotFound)
-    assert isinstance(_failure(zfs.lzc_rollback_to, f"{root}/no", f"{root}/no@9"), lzc_exc.FilesystemNotFound)
+    assert isinstance(_catch_error(zfs.lzc_rollback_to, f"{root}/a", f"{root}/a@1"), lzc_exc.SnapshotNotLatest)
+    assert isinstance(_catch_error(zfs.lzc_rollback_to, f"{root}/a", f"{root}/a@9"), lzc_exc.SnapshotNotFound)
+    assert isinstance(_catch_error(zfs.lzc_rollback_to, f"{root}/no", f"{root}/no@9"), lzc_exc.FilesystemNotFound)
     assert zfs.lzc_rollback(f"{root}/a".encode()) == f"{root}/a@2".encode()
     assert (root_path / "a" / "file").read_text() == "2"
 
 
-def test_promote(root: str) -> None:
+def test_promote_moves_snapshots_to_the_clone(root: str) -> None:
     zfs.lzc_create(f"{root}/a")
-    assert isinstance(_failure(zfs.lzc_promote, f"{root}/a"), lzc_exc.NotClone)
-    assert isinstance(_failure(zfs.lzc_promote, f"{root}/no"), lzc_exc.FilesystemNotFound)
+    assert isinstance(_catch_error(zfs.lzc_promote, f"{root}/a"), lzc_exc.NotClone)
+    assert isinstance(_catch_error(zfs.lzc_promote, f"{root}/no"), lzc_exc.FilesystemNotFound)
     zfs.lzc_snapshot([f"{root}/a@1"])
     zfs.lzc_clone(f"{root}/b", f"{root}/a@1")
     zfs.lzc_snapshot([f"{root}/b@2"])
@@ -167,7 +169,7 @@ def test_promote(root: str) -> None:
     assert zfs.list_snapshots(f"{root}/b") == [f"{root}/b@1", f"{root}/b@2"]
     assert zfs.list_clones(f"{root}/b@1") == [f"{root}/a"]
     zfs.lzc_snapshot([f"{root}/a@1"])
-    assert isinstance(_failure(zfs.lzc_promote, f"{root}/a"), lzc_exc.SnapshotExists)
+    assert isinstance(_catch_error(zfs.lzc_promote, f"{root}/a"), lzc_exc.SnapshotExists)
 
 
 def test_rename_moves_mount_and_snapshots(root: str, root_path: Path) -> None:
@@ -175,18 +177,18 @@ def test_rename_moves_mount_and_snapshots(root: str, root_path: Path) -> None:
         zfs.lzc_create(f"{root}/{name}")
     (root_path / "a" / "file").write_text("here")
     zfs.lzc_snapshot([f"{root}/a@1"])
-    assert isinstance(_failure(zfs.lzc_rename, f"{root}/a", f"{root}/b"), lzc_exc.FilesystemExists)
-    assert isinstance(_failure(zfs.lzc_rename, f"{root}/a", f"{root}/no/b"), lzc_exc.ParentNotFound)
-    assert isinstance(_failure(zfs.lzc_rename, f"{root}/no", f"{root}/c"), lzc_exc.FilesystemNotFound)
-    assert isinstance(_failure(zfs.lzc_rename, f"{root}/a", "nopool/a"), lzc_exc.PoolsDiffer)
-    assert zfs.is_mounted(f"{root}/a"), "a rename that failed leaves it as it was"
+    assert isinstance(_catch_error(zfs.lzc_rename, f"{root}/a", f"{root}/b"), lzc_exc.FilesystemExists)
+    assert isinstance(_catch_error(zfs.lzc_rename, f"{root}/a", f"{root}/no/b"), lzc_exc.ParentNotFound)
+    assert isinstance(_catch_error(zfs.lzc_rename, f"{root}/no", f"{root}/c"), lzc_exc.FilesystemNotFound)
+    assert isinstance(_catch_error(zfs.lzc_rename, f"{root}/a", "nopool/a"), lzc_exc.PoolsDiffer)
+    assert zfs.is_mounted(f"{root}/a"), "the failed rename did not mount it again"
     zfs.lzc_rename(f"{root}/a", f"{root}/in/a")
     assert (root_path / "in" / "a" / "file").read_text() == "here"
     assert zfs.list_snapshots(f"{root}/in/a") == [f"{root}/in/a@1"]
 
 
 def test_rename_does_not_unmount_clones(root: str, root_path: Path) -> None:
-    """`zfs rename` itself would unmount them, and mount them again if it can."""
+    """By default, `zfs rename` unmounts clones and tries to mount them again."""
     for name in ("a", "in"):
         zfs.lzc_create(f"{root}/{name}")
     zfs.lzc_snapshot([f"{root}/a@1"])
@@ -196,8 +198,8 @@ def test_rename_does_not_unmount_clones(root: str, root_path: Path) -> None:
     zfs.unmount(f"{root}/a")
     before = pools.mount_ids(root_path)
     with pools.pinned():
-        refuses = not zfs.detect_capabilities().rename_without_unmount
-        error = _failure(zfs.lzc_rename, f"{root}/a", f"{root}/in/a") if refuses else None
+        is_refused = not zfs.detect_capabilities().rename_without_unmount
+        error = _catch_error(zfs.lzc_rename, f"{root}/a", f"{root}/in/a") if is_refused else None
     assert pools.mount_ids(root_path) == before
     if error is not None:
         assert isinstance(error, lzc_exc.DatasetBusy) and error.related == (f"{root}/b", f"{root}/c")
@@ -223,24 +225,24 @@ def test_mount_of_a_held_dataset_times_out(root: str, monkeypatch: pytest.Monkey
     zfs.lzc_create(f"{root}/a")
     with pools.pinned():
         zfs.unmount(f"{root}/a")
-        assert isinstance(_failure(zfs.mount, f"{root}/a"), lzc_exc.DatasetBusy)
+        assert isinstance(_catch_error(zfs.mount, f"{root}/a"), lzc_exc.DatasetBusy)
     zfs.mount(f"{root}/a")
 
 
-def test_holds(root: str) -> None:
+def test_hold_and_release(root: str) -> None:
     zfs.lzc_create(f"{root}/a")
     snap = f"{root}/a@1"
     zfs.lzc_snapshot([snap])
     assert zfs.lzc_hold({snap: "keep this", f"{root}/a@no": "x"}) == [f"{root}/a@no"]
     assert list(zfs.lzc_get_holds(snap)) == ["keep this"]
-    assert isinstance(_only(_failure(zfs.lzc_hold, {snap: "keep this"})), lzc_exc.HoldExists)
-    assert isinstance(_only(_failure(zfs.lzc_hold, {snap: "x" * 300})), lzc_exc.NameTooLong)
-    assert isinstance(_only(_failure(zfs.lzc_hold, {snap: "-r"})), lzc_exc.NameInvalid)
-    assert isinstance(_only(_failure(zfs.lzc_destroy_snaps, [snap], False)), lzc_exc.SnapshotIsHeld)
-    assert isinstance(_only(_failure(zfs.lzc_release, {snap: ["other"]})), lzc_exc.HoldNotFound)
+    assert isinstance(_single_error(_catch_error(zfs.lzc_hold, {snap: "keep this"})), lzc_exc.HoldExists)
+    assert isinstance(_single_error(_catch_error(zfs.lzc_hold, {snap: "x" * 300})), lzc_exc.NameTooLong)
+    assert isinstance(_single_error(_catch_error(zfs.lzc_hold, {snap: "-r"})), lzc_exc.NameInvalid)
+    assert isinstance(_single_error(_catch_error(zfs.lzc_destroy_snaps, [snap], False)), lzc_exc.SnapshotIsHeld)
+    assert isinstance(_single_error(_catch_error(zfs.lzc_release, {snap: ["other"]})), lzc_exc.HoldNotFound)
     assert zfs.lzc_release({snap: ["keep this"], f"{root}/a@no": ["x"]}) == [f"{root}/a@no"]
     assert zfs.lzc_get_holds(snap) == {}
-    assert isinstance(_failure(zfs.lzc_get_holds, f"{root}/a@no"), lzc_exc.SnapshotNotFound)
+    assert isinstance(_catch_error(zfs.lzc_get_holds, f"{root}/a@no"), lzc_exc.SnapshotNotFound)
     zfs.lzc_destroy_snaps([snap], False)
 
 
@@ -259,35 +261,35 @@ def test_send_and_receive(root: str, root_path: Path) -> None:
     for short in "12":
         (root_path / "a" / "file").write_text(short)
         zfs.lzc_snapshot([f"{root}/a@{short}"])
-    with tempfile.TemporaryFile() as full, tempfile.TemporaryFile() as rest, tempfile.TemporaryFile() as wrong:
+    with tempfile.TemporaryFile() as full, tempfile.TemporaryFile() as rest, tempfile.TemporaryFile() as invalid:
         zfs.lzc_send(f"{root}/a@1", None, full.fileno())
         zfs.lzc_send(f"{root}/a@2", f"{root}/a@1", rest.fileno())
-        wrong.write(b"no stream")
+        invalid.write(b"no stream")
 
         def receive(name: str, stream: object, force: bool = False) -> None:
             os.lseek(stream.fileno(), 0, os.SEEK_SET)  # type: ignore[attr-defined]
             zfs.lzc_receive(name, stream.fileno(), force)  # type: ignore[attr-defined]
 
-        # zfs-fuse finds the stream's origin by itself, and so fails for another reason
-        nowhere = _failure(receive, f"{root}/b@2", rest)
-        assert isinstance(nowhere, lzc_exc.DatasetNotFound | lzc_exc.StreamMismatch)
-        assert isinstance(_failure(receive, f"{root}/b@2", wrong), lzc_exc.BadStream)
+        # zfs-fuse looks for the stream's origin on its own, and therefore reports another error.
+        error = _catch_error(receive, f"{root}/b@2", rest)
+        assert isinstance(error, lzc_exc.DatasetNotFound | lzc_exc.StreamMismatch)
+        assert isinstance(_catch_error(receive, f"{root}/b@2", invalid), lzc_exc.BadStream)
         receive(f"{root}/b@1", full)
         zfs.mount(f"{root}/b")
         assert (root_path / "b" / "file").read_text() == "1"
-        assert isinstance(_failure(receive, f"{root}/b@1", full), lzc_exc.DatasetExists)
+        assert isinstance(_catch_error(receive, f"{root}/b@1", full), lzc_exc.DatasetExists)
         (root_path / "b" / "file").write_text("changed")
-        assert isinstance(_failure(receive, f"{root}/b@2", rest), lzc_exc.DestinationModified)
+        assert isinstance(_catch_error(receive, f"{root}/b@2", rest), lzc_exc.DestinationModified)
         receive(f"{root}/b@2", rest, True)
         assert (root_path / "b" / "file").read_text() == "2"
         zfs.lzc_create(f"{root}/c")
         zfs.lzc_snapshot([f"{root}/c@0"])
-        assert isinstance(_failure(receive, f"{root}/c@2", rest), lzc_exc.StreamMismatch)
+        assert isinstance(_catch_error(receive, f"{root}/c@2", rest), lzc_exc.StreamMismatch)
     with tempfile.TemporaryFile() as out:
         fd = out.fileno()
-        assert isinstance(_failure(zfs.lzc_send, f"{root}/a@no", None, fd), lzc_exc.SnapshotNotFound)
-        assert isinstance(_failure(zfs.lzc_send, f"{root}/a@1", f"{root}/b@1", fd), lzc_exc.SnapshotMismatch)
-        assert isinstance(_failure(zfs.lzc_send, f"{root}/a@1", "nopool/b@1", fd), lzc_exc.PoolsDiffer)
+        assert isinstance(_catch_error(zfs.lzc_send, f"{root}/a@no", None, fd), lzc_exc.SnapshotNotFound)
+        assert isinstance(_catch_error(zfs.lzc_send, f"{root}/a@1", f"{root}/b@1", fd), lzc_exc.SnapshotMismatch)
+        assert isinstance(_catch_error(zfs.lzc_send, f"{root}/a@1", "nopool/b@1", fd), lzc_exc.PoolsDiffer)
 
 
 def test_only_the_datasets_own_properties_are_returned(root: str) -> None:
@@ -304,9 +306,9 @@ def test_only_the_datasets_own_properties_are_returned(root: str) -> None:
     assert inherited["sandbox:no"].value == "-"
     zfs.lzc_inherit_prop(f"{root}/a", "sandbox:x")
     assert f"{root}/a" not in zfs.local_tree(root)
-    assert isinstance(_failure(zfs.get_props, [f"{root}/a", f"{root}/no"], ["used"]), lzc_exc.DatasetNotFound)
-    assert isinstance(_failure(zfs.get_props, [f"{root}/a"], ["nonsense"]), lzc_exc.PropertyInvalid)
-    assert isinstance(_failure(zfs.lzc_set_prop, f"{root}/no", "a:b", "1"), lzc_exc.DatasetNotFound)
+    assert isinstance(_catch_error(zfs.get_props, [f"{root}/a", f"{root}/no"], ["used"]), lzc_exc.DatasetNotFound)
+    assert isinstance(_catch_error(zfs.get_props, [f"{root}/a"], ["nonsense"]), lzc_exc.PropertyInvalid)
+    assert isinstance(_catch_error(zfs.lzc_set_prop, f"{root}/no", "a:b", "1"), lzc_exc.DatasetNotFound)
 
 
 def test_names_that_only_zfs_accepts_can_be_read(root: str) -> None:
@@ -323,14 +325,14 @@ def test_impossible_names_do_not_exist(root: str, name: str | bytes) -> None:
     assert not zfs.lzc_exists(name)
 
 
-def test_a_quota_below_the_used_space(root: str, root_path: Path) -> None:
+def test_a_quota_below_the_used_space_is_refused(root: str, root_path: Path) -> None:
     zfs.lzc_create(f"{root}/a")
     (root_path / "a" / "file").write_bytes(os.urandom(3 << 20))
     zfs.sync(f"{root}/a")
-    assert isinstance(_failure(zfs.lzc_set_prop, f"{root}/a", "refquota", 1 << 20), lzc_exc.QuotaExceeded)
+    assert isinstance(_catch_error(zfs.lzc_set_prop, f"{root}/a", "refquota", 1 << 20), lzc_exc.QuotaExceeded)
 
 
-def test_changes_since_any_ancestor(root: str, root_path: Path) -> None:
+def test_changes_since_any_ancestor_are_detected(root: str, root_path: Path) -> None:
     a, b = f"{root}/a", f"{root}/b"
     zfs.lzc_create(a)
     (root_path / "a" / "file").write_text("1")
@@ -340,7 +342,7 @@ def test_changes_since_any_ancestor(root: str, root_path: Path) -> None:
     zfs.lzc_clone(b, f"{a}@2")
     assert (root_path / "b" / "file").read_text() == "1"
     assert not zfs.has_changed_since(b, f"{a}@2")
-    assert not zfs.has_changed_since(b, f"{a}@1"), "two snapshots of one state"
+    assert not zfs.has_changed_since(b, f"{a}@1"), "a difference was found between two equal snapshots"
     zfs.lzc_snapshot([f"{b}@3"])
     assert not zfs.has_changed_since(b, f"{a}@1")
     (root_path / "b" / "file").touch()
@@ -352,5 +354,5 @@ def test_changes_since_any_ancestor(root: str, root_path: Path) -> None:
     assert not zfs.has_changed_since(b, f"{b}@4")
     for snap in (f"{b}@3", f"{a}@2", f"{a}@1"):
         assert zfs.has_changed_since(b, snap)
-    assert isinstance(_failure(zfs.has_changed_since, a, f"{b}@3"), lzc_exc.SnapshotMismatch)
-    assert isinstance(_failure(zfs.has_changed_since, b, f"{b}@no"), lzc_exc.SnapshotNotFound)
+    assert isinstance(_catch_error(zfs.has_changed_since, a, f"{b}@3"), lzc_exc.SnapshotMismatch)
+    assert isinstance(_catch_error(zfs.has_changed_since, b, f"{b}@no"), lzc_exc.SnapshotNotFound)

@@ -1,4 +1,4 @@
-"""ZFS that is unavailable or fails in the middle of operations: zfs-fuse's daemon in its own namespace."""
+"""Test ZFS that is unavailable or fails during operations, with a zfs-fuse daemon in its own namespace."""
 
 from __future__ import annotations
 
@@ -14,20 +14,22 @@ from tests.support import session
 
 
 @pytest.mark.skipif(shutil.which("unshare") is None, reason="needs namespaces (Linux)")
-@pytest.mark.parametrize("story", ["dead", "killed"])
-def test_an_unavailable_daemon(story: str, need_root: None) -> None:
-    directory = session.run_dir() / f"zfs-{story}"
+@pytest.mark.parametrize("scenario", ["dead", "killed"])
+def test_storage_survives_an_unavailable_daemon(scenario: str, need_root: None) -> None:
+    directory = session.run_dir() / f"zfs-{scenario}"
     directory.mkdir()
-    # processes that the story leaves running end with the shell, which is the first process there
+    # The shell is the first process of the namespace: when it exits, the kernel kills processes that still run there.
     unshare = ["unshare", "--mount", "--propagation", "private", "--pid", "--fork", "--kill-child", "--mount-proc"]
-    argv = [*unshare, "sh", "-c", '"$@"; exit $?', "sh", sys.executable, "-m", "tests.jail_zfs.alone", story]
-    done = subprocess.run([*argv, str(directory)], cwd=session.REPOSITORY, capture_output=True, text=True, timeout=300)
-    assert done.returncode == 0, done.stderr
+    argv = [*unshare, "sh", "-c", '"$@"; exit $?', "sh", sys.executable, "-m", "tests.jail_zfs.alone", scenario]
+    result = subprocess.run(
+        [*argv, str(directory)], cwd=session.REPOSITORY, capture_output=True, text=True, timeout=300
+    )
+    assert result.returncode == 0, result.stderr
     shutil.rmtree(directory)
 
 
-def test_a_missing_zfs_command(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_missing_zfs_command_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", "/nonexistent")
-    monkeypatch.setattr(process, "_MORE_PATH", "/nonexistent")
+    monkeypatch.setattr(process, "_EXTRA_PATH", "/nonexistent")
     with pytest.raises(zfs.exceptions.ZFSInitializationFailed, match="run the role jail_zfs_host"):
         zfs.check_reachable()

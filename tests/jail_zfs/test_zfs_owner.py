@@ -1,4 +1,4 @@
-"""One gateway to a root dataset."""
+"""Test that only one gateway can use a root dataset."""
 
 from __future__ import annotations
 
@@ -12,19 +12,19 @@ import pytest
 
 from sandbox_gateway import zfs
 from sandbox_gateway.errors import Conflict
-from sandbox_gateway.hosts.jail_zfs.storage import ownership
+from sandbox_gateway.hosts.jail_zfs.storage import host_lock
 from sandbox_gateway.hosts.jail_zfs.storage.storage import ZfsStorage
 from tests.support.waiting import eventually
 
 
-def _owner(root: str, **changes: object) -> None:
-    zfs.lzc_set_prop(root, ownership.OWNER, json.dumps(json.loads(ownership._own_identity()) | changes))
+def _set_owner(root: str, **changes: object) -> None:
+    zfs.lzc_set_prop(root, host_lock.OWNER, json.dumps(json.loads(host_lock._own_identity()) | changes))
 
 
 def test_two_gateways_cannot_share_a_root(storage: ZfsStorage, root: str, locks: Path) -> None:
     with pytest.raises(Conflict, match="another gateway on this machine"):
         ZfsStorage(root, lock_directory=locks).open()
-    assert storage.scan().repaired == [], "the first goes on"
+    assert storage.scan().repaired == [], "the first gateway does not work any more"
     storage.close()
     second = ZfsStorage(root, lock_directory=locks)
     assert second.open() == []
@@ -32,7 +32,7 @@ def test_two_gateways_cannot_share_a_root(storage: ZfsStorage, root: str, locks:
     assert zfs.local_props(root) == {}
 
 
-def test_without_a_shared_lock_the_property_decides(root: str, tmp_path: Path) -> None:
+def test_the_owner_property_prevents_sharing_without_a_shared_lock(root: str, tmp_path: Path) -> None:
     program = (
         "import sys, pathlib\n"
         "from sandbox_gateway.hosts.jail_zfs.storage.storage import ZfsStorage\n"
@@ -54,14 +54,14 @@ def test_without_a_shared_lock_the_property_decides(root: str, tmp_path: Path) -
 
 
 def test_a_start_waits_for_commands_of_a_killed_gateway(root: str, locks: Path, tmp_path: Path) -> None:
-    """Otherwise they would change what the next gateway has already scanned: here a snapshot appears later."""
-    slow = tmp_path / "zfs"
-    slow.write_text(
+    """Otherwise, these commands would change datasets that the next gateway has already scanned."""
+    wrapper = tmp_path / "zfs"
+    wrapper.write_text(
         "#!/bin/sh\n"
         f'if [ "$1" = snapshot ]; then touch {tmp_path}/began; sleep 2; fi\n'
         f'PATH="${{PATH#{tmp_path}:}}" exec zfs "$@"\n'
     )
-    slow.chmod(0o755)
+    wrapper.chmod(0o755)
     program = (
         "import sys, pathlib\n"
         "from sandbox_gateway import zfs\n"
@@ -78,26 +78,26 @@ def test_a_start_waits_for_commands_of_a_killed_gateway(root: str, locks: Path, 
         gateway.kill()
     successor = ZfsStorage(root, lock_directory=locks)
     assert "which has ended" in successor.open()[0]
-    assert zfs.lzc_exists(f"{root}@late"), "it was not there yet"
+    assert zfs.lzc_exists(f"{root}@late"), "the start did not wait for the command"
     successor.close()
 
 
 def test_an_owner_from_an_earlier_boot_is_replaced(root: str, locks: Path) -> None:
-    _owner(root, kernel="another", pid=1, host="elsewhere")
+    _set_owner(root, kernel="another", pid=1, host="elsewhere")
     storage = ZfsStorage(root, lock_directory=locks)
     assert "ended with its machine" in storage.open()[0]
     storage.close()
 
 
 def test_an_owner_in_another_container_is_respected(root: str, locks: Path) -> None:
-    _owner(root, host="elsewhere", pid=1)
+    _set_owner(root, host="elsewhere", pid=1)
     with pytest.raises(Conflict, match=f"zfs inherit sandbox:owner {root}"):
         ZfsStorage(root, lock_directory=locks).open()
 
 
 @pytest.mark.parametrize("text", ["nonsense", "[]", "{}", '{"pid": "x"}'])
 def test_an_invalid_owner_is_replaced(root: str, locks: Path, text: str) -> None:
-    zfs.lzc_set_prop(root, ownership.OWNER, text)
+    zfs.lzc_set_prop(root, host_lock.OWNER, text)
     storage = ZfsStorage(root, lock_directory=locks)
     assert f"replaced the recorded owner {text!r}, which is not valid" in storage.open()[0]
     storage.close()

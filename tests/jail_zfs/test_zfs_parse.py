@@ -1,4 +1,4 @@
-"""The output of `zfs`, with arbitrary values: it is parsed correctly or refused with our own exceptions."""
+"""Test the parsers of the output of `zfs`, which must parse any text correctly or refuse it with their exceptions."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from sandbox_gateway.zfs import names, options, parse
-from sandbox_gateway.zfs.causes import Cause, cause_of, find_names, one_line
+from sandbox_gateway.zfs.causes import Cause, cause_of, find_names, join_lines
 from sandbox_gateway.zfs.exceptions import NameInvalid, NameTooLong, PropertyInvalid, ZFSOutputError
 from sandbox_gateway.zfs.parse import Property
 
@@ -24,8 +24,8 @@ _sources = st.sampled_from(["local", "received", "default", "-", "none", "tempor
 _lines = st.lists(st.builds(Property, _names, _props, _values, _sources), max_size=8)
 
 
-def _looks_like_a_line(value: str) -> bool:
-    """Whether a value contains an end of line of `zfs get`, which makes the output ambiguous."""
+def _contains_line_end(value: str) -> bool:
+    """Return whether a value looks like the end of a line of `zfs get`, which makes the output ambiguous."""
     return any(
         parse._SOURCE.fullmatch(line.rpartition("\t")[2])
         for line in value.split("\n")[:-1]
@@ -33,43 +33,43 @@ def _looks_like_a_line(value: str) -> bool:
     )
 
 
-def _get_text(lines: list[Property]) -> str:
+def _format_lines(lines: list[Property]) -> str:
     return "".join(f"{line.name}\t{line.prop}\t{line.value}\t{line.source}\n" for line in lines)
 
 
 @given(_lines)
 def test_zfs_get_output_is_parsed(lines: list[Property]) -> None:
-    assume(not any(_looks_like_a_line(line.value) for line in lines))
-    assert parse.parse_get(_get_text(lines)) == lines
+    assume(not any(_contains_line_end(line.value) for line in lines))
+    assert parse.parse_get(_format_lines(lines)) == lines
 
 
 @pytest.mark.parametrize("value", ["two\nlines\tlocal\nand more", "\tlocal\nx", "a\n\tlocal\n\n"])
 def test_a_value_that_looks_like_a_line_end_does_not_hide_the_next(value: str) -> None:
     lines = [Property("p/a", "a:b", value, "local"), Property("p/b", "a:b", "1", "local")]
     with pytest.raises(ZFSOutputError):
-        parse.parse_get(_get_text(lines))
+        parse.parse_get(_format_lines(lines))
 
 
 @given(_lines, st.data())
 def test_truncated_output_is_detected(lines: list[Property], data: st.DataObject) -> None:
-    assume(lines and not any(_looks_like_a_line(line.value) for line in lines))
-    text = _get_text(lines)
-    cut = data.draw(st.integers(0, len(text) - 1))
+    assume(lines and not any(_contains_line_end(line.value) for line in lines))
+    text = _format_lines(lines)
+    length = data.draw(st.integers(0, len(text) - 1))
     with pytest.raises(ZFSOutputError):
-        found = parse.parse_get(text[:cut])
-        assert found == lines[: len(found)]
-        wanted = {(line.name, line.prop) for line in lines}
-        if {(line.name, line.prop) for line in found} == wanted:
-            raise ZFSOutputError(None)  # The cut removed only repeated lines, so nothing is missing.
-        for name, prop in wanted:
-            parse.check_complete(found, [name], [prop])
+        parsed = parse.parse_get(text[:length])
+        assert parsed == lines[: len(parsed)]
+        expected = {(line.name, line.prop) for line in lines}
+        if {(line.name, line.prop) for line in parsed} == expected:
+            raise ZFSOutputError(None)  # Only repeated lines were cut off, so nothing is missing.
+        for name, prop in expected:
+            parse.check_complete(parsed, [name], [prop])
 
 
 @given(st.text())
 def test_arbitrary_text_is_parsed_or_refused(text: str) -> None:
-    for read in (parse.parse_get, lambda text: parse.parse_table(text, 2)):
+    for parse_text in (parse.parse_get, lambda text: parse.parse_table(text, 2)):
         try:
-            read(text)
+            parse_text(text)
         except ZFSOutputError as error:
             assert str(error)
 
@@ -114,12 +114,12 @@ def test_names_are_validated_and_never_taken_for_options(name: str | bytes) -> N
         ("pool/" + "n" * 251, NameTooLong),
     ],
 )
-def test_names_that_we_do_not_create(name: str, error: type[Exception]) -> None:
+def test_invalid_names_of_new_filesystems_are_refused(name: str, error: type[Exception]) -> None:
     with pytest.raises(error):
         names.new_filesystem_name(name)
 
 
-def test_names_that_we_create() -> None:
+def test_valid_names_of_new_datasets_are_accepted() -> None:
     for name in ("pool/a", "pool/_template-0123@base", "pool/A.b:c-d_e", "pool/" + "n" * 250):
         (names.new_snapshot_name if "@" in name else names.new_filesystem_name)(name)
 
@@ -134,9 +134,9 @@ def test_properties_are_validated(key: str, value: str | bytes | int | bool) -> 
         assert text.startswith(f"{key}=") and not text.startswith("-") and "\0" not in text
 
 
-def test_the_longest_property_value() -> None:
+def test_a_property_value_may_have_8191_bytes() -> None:
     options.property_value("a:b", "x" * 8191)
-    with pytest.raises(PropertyInvalid, match="8192 bytes, but the limit is 8191"):
+    with pytest.raises(PropertyInvalid, match="8192 bytes long, but the limit is 8191"):
         options.property_value("a:b", "x" * 8192)
 
 
@@ -214,32 +214,34 @@ _SAMPLES = [
 ]
 
 
-@pytest.mark.parametrize(("cause", "words"), _SAMPLES)
-def test_the_reason_is_extracted(cause: Cause, words: str) -> None:
-    assert cause_of(words.format("tank/grove/x@y")) is cause
+@pytest.mark.parametrize(("cause", "message"), _SAMPLES)
+def test_causes_are_recognized(cause: Cause, message: str) -> None:
+    assert cause_of(message.format("tank/grove/x@y")) is cause
 
 
 @given(st.sampled_from([sample for sample in _SAMPLES if "'{0}'" in sample[1] and "\n{0}" not in sample[1]]), _names)
-def test_a_name_is_not_mistaken_for_a_reason(sample: tuple[Cause, str], name: str) -> None:
-    cause, words = sample
-    assert cause_of(words.format(name)) is cause
-    assert cause_of(words.format("dataset is busy, out of space, already exists")) is cause
+def test_a_name_is_not_mistaken_for_a_cause(sample: tuple[Cause, str], name: str) -> None:
+    cause, message = sample
+    assert cause_of(message.format(name)) is cause
+    assert cause_of(message.format("dataset is busy, out of space, already exists")) is cause
 
 
 def test_names_are_extracted_from_errors() -> None:
-    said = "cannot destroy 'a@b': snapshot has dependent clones\nuse '-R' to destroy the following datasets:\nc@d\nc\n"
-    assert find_names(said) == ["c@d", "c"]
+    stderr = (
+        "cannot destroy 'a@b': snapshot has dependent clones\nuse '-R' to destroy the following datasets:\nc@d\nc\n"
+    )
+    assert find_names(stderr) == ["c@d", "c"]
     assert find_names("dataset is busy") == []
 
 
 @given(st.text())
-def test_any_error_becomes_one_line(said: str) -> None:
-    assert isinstance(cause_of(said), Cause)
-    assert len(one_line(said).splitlines()) <= 1
-    find_names(said)
+def test_any_error_becomes_one_line(stderr: str) -> None:
+    assert isinstance(cause_of(stderr), Cause)
+    assert len(join_lines(stderr).splitlines()) <= 1
+    find_names(stderr)
 
 
-def test_names_are_split() -> None:
+def test_names_are_split_into_pool_and_filesystem() -> None:
     for name, pool, filesystem in (
         ("pool", "pool", "pool"),
         ("pool/a/b", "pool", "pool/a/b"),
@@ -248,13 +250,13 @@ def test_names_are_split() -> None:
         ("pool#mark", "pool", "pool#mark"),
     ):
         assert (names.pool_of(name), names.filesystem_of(name)) == (pool, filesystem)
-    assert names.text_of("ä") == names.text_of("ä".encode()) == "ä"
+    assert names.decode_name("ä") == names.decode_name("ä".encode()) == "ä"
     with pytest.raises(NameInvalid):
-        names.text_of(b"\xff")
+        names.decode_name(b"\xff")
 
 
 @pytest.mark.parametrize(
-    ("check", "good", "bad"),
+    ("check", "valid_names", "invalid_names"),
     [
         (
             names.existing_name,
@@ -268,13 +270,13 @@ def test_names_are_split() -> None:
     ],
     ids=lambda value: getattr(value, "__name__", ""),
 )
-def test_invalid_names_are_quoted_in_the_error(check: Any, good: list[Any], bad: list[str]) -> None:
-    for name in good:
+def test_invalid_names_are_quoted_in_the_error(check: Any, valid_names: list[Any], invalid_names: list[str]) -> None:
+    for name in valid_names:
         assert check(name) == (name if isinstance(name, str) else name.decode())
-    for name in bad:
-        with pytest.raises((NameInvalid, NameTooLong)) as refused:
+    for name in invalid_names:
+        with pytest.raises((NameInvalid, NameTooLong)) as caught:
             check(name)
-        assert refused.value.name == name
+        assert caught.value.name == name
 
 
 def test_properties_are_formatted_for_the_command() -> None:
@@ -283,33 +285,33 @@ def test_properties_are_formatted_for_the_command() -> None:
         *("-o", "canmount=off", "-o", "atime=on", "-o", "refquota=7", "-o", "a:b=x=y")
     ]
     assert options.property_value("a:b", "x" * 8191) == "a:b=" + "x" * 8191
-    for value, words in (
+    for value, message in (
         ("", "its value is empty or contains control characters"),
         ("a\0b", "its value is empty or contains control characters"),
         ("\ud800", "its value is empty or contains control characters"),
         (b"\xff", "its value is not UTF-8"),
-        ("x" * 8192, "its value has 8192 bytes, but the limit is 8191"),
-        ("ä" * 4096, "its value has 8192 bytes, but the limit is 8191"),
+        ("x" * 8192, "its value is 8192 bytes long, but the limit is 8191"),
+        ("ä" * 4096, "its value is 8192 bytes long, but the limit is 8191"),
     ):
-        with pytest.raises(PropertyInvalid) as refused:
+        with pytest.raises(PropertyInvalid) as caught:
             options.property_value("a:b", value)
-        assert refused.value.name == "a:b" and words in str(refused.value)
+        assert caught.value.name == "a:b" and message in str(caught.value)
 
 
-def test_property_names() -> None:
+def test_property_names_are_validated() -> None:
     for name in ("canmount", "a:b", "sandbox:owner", "written@snap:x", "a:" + "b" * 253):
         assert options.property_name(name) == name
     for name in ("", "A", "a=b", "1a", "-a:b", "a b", "a:B"):
-        with pytest.raises(PropertyInvalid) as refused:
+        with pytest.raises(PropertyInvalid) as caught:
             options.property_name(name)
-        assert refused.value.name == name
-    with pytest.raises(PropertyInvalid, match="its name has more than 255 bytes"):
+        assert caught.value.name == name
+    with pytest.raises(PropertyInvalid, match="its name is longer than 255 bytes"):
         options.property_name("a:" + "b" * 254)
 
 
-def test_missing_datasets_are_named() -> None:
-    found = [Property("p", "a", "1", "-"), Property("p", "b", "1", "-"), Property("q", "a", "1", "-")]
-    parse.check_complete(found, ["p"], ["a", "b"])
-    with pytest.raises(ZFSOutputError, match="the output lacks the property b") as refused:
-        parse.check_complete(found, ["p", "q"], iter(["a", "b"]))
-    assert refused.value.name == "q"
+def test_missing_properties_are_reported() -> None:
+    properties = [Property("p", "a", "1", "-"), Property("p", "b", "1", "-"), Property("q", "a", "1", "-")]
+    parse.check_complete(properties, ["p"], ["a", "b"])
+    with pytest.raises(ZFSOutputError, match="the output lacks the property b") as caught:
+        parse.check_complete(properties, ["p", "q"], iter(["a", "b"]))
+    assert caught.value.name == "q"

@@ -1,4 +1,4 @@
-"""Records as user properties, and how a tree of them is interpreted in any state."""
+"""Test the encoding of records as user properties, and the interpretation of damaged records."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def test_only_a_long_record_is_split() -> None:
     assert list(props) == [f"{HEAD}.7.0", f"{HEAD}.7.1", f"{HEAD}.7.2", HEAD]
 
 
-def test_stale_parts_are_ignored_and_missing_ones_detected() -> None:
+def test_stale_parts_are_ignored_and_missing_parts_are_detected() -> None:
     old = encode(Snapshot(recipe={"setup": ["x" * 20_000]}), 7)
     new = encode(Snapshot(), 8)
     assert sorted(stale_parts(old | new)) == [f"{HEAD}.7.{n}" for n in range(3)]
@@ -91,7 +91,7 @@ _heads = (
         {"v": st.just(1) | _json, "kind": st.sampled_from(["sandbox", "snapshot"]) | _json, "generation": _json},
         optional={"record": _json, "parts": _json, "sha256": _json},
     ).map(json.dumps)
-    | st.tuples(_snapshots | _sandboxes, st.integers(0, 400)).map(lambda it: encode(it[0], 1)[HEAD][: it[1]])
+    | st.tuples(_snapshots | _sandboxes, st.integers(0, 400)).map(lambda pair: encode(pair[0], 1)[HEAD][: pair[1]])
 )
 
 
@@ -133,12 +133,12 @@ def test_no_damage_prevents_a_scan(local: dict[str, dict[str, str]], deferred: b
         }
         for name in local
     }
-    found = sandbox_scan.interpret_sandboxes(_ROOT, facts, local)
-    ids = [record.id for record in (*found.snapshots, *found.sandboxes)]
+    findings = sandbox_scan.interpret_sandboxes(_ROOT, facts, local)
+    ids = [record.id for record in (*findings.snapshots, *findings.sandboxes)]
     assert len(ids) == len(set(ids))
-    swept = {*found.uncommitted, *found.superseded}
-    assert not swept & {sandbox.instance for sandbox in found.sandboxes}
-    assert not set(found.to_move) & set(found.empty)
-    for name, why in found.to_mark.items():
-        property_value(QUARANTINE, why or "x")
-        assert name.rpartition("/")[2] not in swept
+    removed_instances = {*findings.uncommitted, *findings.superseded}
+    assert not removed_instances & {sandbox.instance for sandbox in findings.sandboxes}
+    assert not set(findings.to_move) & set(findings.empty)
+    for name, reason in findings.to_mark.items():
+        property_value(QUARANTINE, reason or "x")
+        assert name.rpartition("/")[2] not in removed_instances

@@ -1,4 +1,4 @@
-"""The layout on real ZFS: templates, instances, snapshots and their records."""
+"""Test the storage on real ZFS: templates, instances, snapshots and their records."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from sandbox_gateway import zfs
-from sandbox_gateway.errors import BackendFailed, Busy, NoSpace, NotFound, OverQuota, UsedOutside
+from sandbox_gateway.errors import BackendFailed, Busy, InUseExternally, NoSpace, NotFound, OverQuota
 from sandbox_gateway.hosts.jail_zfs.storage.property_codec import HEAD, QUARANTINE, encode
 from sandbox_gateway.hosts.jail_zfs.storage.storage import ZfsStorage
 from sandbox_gateway.records import Sandbox, Snapshot, SnapshotKind, new_id
@@ -28,10 +28,10 @@ def _names(storage: ZfsStorage, types: str = "filesystem,snapshot") -> list[str]
 
 def _create_base(storage: ZfsStorage, text: str = "base") -> Snapshot:
     record = Snapshot(kind=SnapshotKind.BASE, recipe={"setup": ["true"]})
-    return storage.snapshots.create_base(record, lambda path: _written(path / "file", text))
+    return storage.snapshots.create_base(record, lambda path: _write(path / "file", text))
 
 
-def _written(path: Path, text: str) -> None:
+def _write(path: Path, text: str) -> None:
     path.write_text(text)
 
 
@@ -43,20 +43,20 @@ def _create_sandbox(storage: ZfsStorage, source: Snapshot, name: str = "web", **
 
 
 def _reopen(storage: ZfsStorage) -> ZfsStorage:
-    """Return the storage as a freshly started gateway finds it."""
+    """Close and open the storage, as a restart of the gateway does."""
     storage.close()
     storage.open()
     return storage
 
 
-def test_a_sandbox_from_a_base(storage: ZfsStorage) -> None:
+def test_a_sandbox_can_be_created_and_removed(storage: ZfsStorage) -> None:
     base = _create_base(storage)
     sandbox = _create_sandbox(storage, base, metadata={"ü": "€"})
     path = storage.instances.path(sandbox.instance)
     assert (path / "file").read_text() == "base"
     assert not zfs.is_mounted(f"{storage.root.dataset}/_template-{base.id}")
-    found = _reopen(storage).scan()
-    assert (found.snapshots, found.sandboxes, found.repaired) == ([base], [sandbox], [])
+    scan = _reopen(storage).scan()
+    assert (scan.snapshots, scan.sandboxes, scan.repaired) == ([base], [sandbox], [])
     assert storage.snapshots.full_name(base.id) == f"{storage.root.dataset}/_template-{base.id}@base"
     storage.instances.forget(sandbox.instance)
     assert storage.instances.discard(sandbox.instance)
@@ -65,7 +65,7 @@ def test_a_sandbox_from_a_base(storage: ZfsStorage) -> None:
     assert list((storage.root.mountpoint / "sandboxes").iterdir()) == []
 
 
-def test_a_failed_base_leaves_nothing(storage: ZfsStorage) -> None:
+def test_a_failed_base_is_destroyed(storage: ZfsStorage) -> None:
     def fill(path: Path) -> None:
         (path / "half").write_text("done")
         raise ValueError("no mirror")
@@ -75,7 +75,7 @@ def test_a_failed_base_leaves_nothing(storage: ZfsStorage) -> None:
     assert _names(storage) == _EMPTY
 
 
-def test_a_snapshot_outlives_its_sandbox_until_the_last_user_is_gone(storage: ZfsStorage) -> None:
+def test_a_snapshot_survives_its_sandbox(storage: ZfsStorage) -> None:
     base = _create_base(storage)
     source = _create_sandbox(storage, base)
     (storage.instances.path(source.instance) / "file").write_text("changed")
@@ -83,17 +83,17 @@ def test_a_snapshot_outlives_its_sandbox_until_the_last_user_is_gone(storage: Zf
     (storage.instances.path(source.instance) / "file").write_text("later")
     storage.instances.forget(source.instance)
     assert not storage.instances.discard(source.instance)
-    kept = storage.snapshots.full_name(snapshot.id).partition("@")[0]
-    assert not zfs.is_mounted(kept)
-    found = _reopen(storage).scan()
-    assert (found.snapshots, found.sandboxes, found.repaired) == ([base, snapshot], [], [])
+    retired = storage.snapshots.full_name(snapshot.id).partition("@")[0]
+    assert not zfs.is_mounted(retired)
+    scan = _reopen(storage).scan()
+    assert (scan.snapshots, scan.sandboxes, scan.repaired) == ([base, snapshot], [], [])
 
     fork = _create_sandbox(storage, snapshot, "fork")
     assert (storage.instances.path(fork.instance) / "file").read_text() == "changed"
-    with pytest.raises(UsedOutside) as refused:
+    with pytest.raises(InUseExternally) as caught:
         storage.snapshots.destroy(snapshot.id)
-    assert refused.value.users == {"ZFS clone": {fork.id: "fork"}}
-    assert refused.value.blockers == [fork.id]
+    assert caught.value.users == {"ZFS clone": {fork.id: "fork"}}
+    assert caught.value.blockers == [fork.id]
     assert storage.instances.discard(fork.instance)
     assert storage.snapshots.destroy(snapshot.id)
     assert _names(storage, "filesystem") == sorted([*_EMPTY, f"/_template-{base.id}"])
@@ -101,22 +101,22 @@ def test_a_snapshot_outlives_its_sandbox_until_the_last_user_is_gone(storage: Zf
     assert _names(storage) == _EMPTY
 
 
-def test_every_blocker_is_named(storage: ZfsStorage) -> None:
+def test_removing_a_snapshot_in_use_lists_all_users(storage: ZfsStorage) -> None:
     base = _create_base(storage)
     forks = [_create_sandbox(storage, base, f"web-{n}") for n in range(3)]
     storage.instances.clone(base.id, uncommitted := new_id())
-    with pytest.raises(UsedOutside) as refused:
+    with pytest.raises(InUseExternally) as caught:
         storage.snapshots.destroy(base.id)
     expected = {fork.id: fork.name for fork in forks}
-    assert set(refused.value.blockers) == {*expected, storage.instances.dataset(uncommitted)}
-    assert all(name in refused.value.message for name in expected.values())
+    assert set(caught.value.blockers) == {*expected, storage.instances.dataset(uncommitted)}
+    assert all(name in caught.value.message for name in expected.values())
     zfs.lzc_hold({storage.snapshots.full_name(base.id): "backup"})
     for fork in forks:
         storage.instances.discard(fork.instance)
     storage.instances.discard(uncommitted)
-    with pytest.raises(UsedOutside, match="@") as held:
+    with pytest.raises(InUseExternally, match="@") as caught:
         storage.snapshots.destroy(base.id)
-    assert list(held.value.users) == ["hold"]
+    assert list(caught.value.users) == ["hold"]
     zfs.lzc_release({storage.snapshots.full_name(base.id): ["backup"]})
     assert storage.snapshots.destroy(base.id)
 
@@ -127,8 +127,8 @@ def test_a_deferred_snapshot_is_hidden_and_removed_with_its_last_fork(storage: Z
     assert not storage.snapshots.destroy(base.id, deferred=True)
     with pytest.raises(NotFound):
         storage.snapshots.full_name(base.id)
-    found = _reopen(storage).scan()
-    assert (found.snapshots, found.sandboxes) == ([], [fork])
+    scan = _reopen(storage).scan()
+    assert (scan.snapshots, scan.sandboxes) == ([], [fork])
     assert storage.instances.discard(fork.instance)
     assert _names(storage) == _EMPTY
 
@@ -138,34 +138,34 @@ def test_an_ancestor_can_be_removed_if_only_descendant_snapshots_need_it(storage
     sandbox = _create_sandbox(storage, base)
     snapshot = storage.snapshots.capture(sandbox.instance, Snapshot())
     storage.instances.discard(sandbox.instance)
-    assert not storage.snapshots.destroy(base.id), "hidden: the snapshot's data hang on it"
+    assert not storage.snapshots.destroy(base.id), "the base was destroyed although a snapshot depends on it"
     fork = _create_sandbox(storage, snapshot)
     assert (storage.instances.path(fork.instance) / "file").read_text() == "base"
     assert [record.id for record in _reopen(storage).scan().snapshots] == [snapshot.id]
     storage.instances.discard(fork.instance)
     assert storage.snapshots.destroy(snapshot.id)
-    assert _names(storage) == _EMPTY, "a chain of retired datasets goes as a whole"
+    assert _names(storage) == _EMPTY, "retired datasets were not destroyed with the last snapshot"
 
 
-def test_rollback_is_a_fork_that_takes_over_the_identity(storage: ZfsStorage) -> None:
+def test_the_newest_instance_of_a_sandbox_wins(storage: ZfsStorage) -> None:
     base = _create_base(storage)
     sandbox = _create_sandbox(storage, base)
     old = sandbox.instance
     first = storage.snapshots.capture(old, Snapshot())
     second = storage.snapshots.capture(old, Snapshot())
     storage.instances.clone(first.id, instance := new_id())
-    storage.instances.save(rolled := sandbox.model_copy(update={"instance": instance}))
-    # The gateway dies here, so two instances claim the sandbox.
-    found = _reopen(storage).scan()
-    assert found.sandboxes == [rolled]
-    assert found.repaired == [
+    storage.instances.save(rolled_back := sandbox.model_copy(update={"instance": instance}))
+    # If the gateway is killed here, two instances have a record of the sandbox.
+    scan = _reopen(storage).scan()
+    assert scan.sandboxes == [rolled_back]
+    assert scan.repaired == [
         f"{storage.instances.dataset(old)}: retired, because the instance of sandbox {sandbox.id} is now {instance}"
     ]
-    assert [record.id for record in found.snapshots] == [base.id, first.id, second.id], "newer ones are kept"
+    assert [record.id for record in scan.snapshots] == [base.id, first.id, second.id], "newer snapshots were removed"
 
 
-def test_an_unmovable_dataset_is_retired_in_place(storage: ZfsStorage) -> None:
-    """zfs-fuse cannot rename a dataset that has mounted clones without unmounting them."""
+def test_a_dataset_that_cannot_be_moved_is_retired_in_place(storage: ZfsStorage) -> None:
+    """zfs-fuse cannot rename a dataset without unmounting the clones of its snapshots."""
     base = _create_base(storage)
     source = _create_sandbox(storage, base)
     snapshot = storage.snapshots.capture(source.instance, Snapshot())
@@ -173,13 +173,13 @@ def test_an_unmovable_dataset_is_retired_in_place(storage: ZfsStorage) -> None:
     assert not storage.instances.discard(source.instance)
     assert not storage.instances.path(source.instance).exists()
     for _ in range(2):
-        found = _reopen(storage).scan()
-        assert ([s.id for s in found.sandboxes], found.repaired) == ([fork.id for fork in forks], [])
-    place = storage.snapshots.full_name(snapshot.id)  # a later scan may have moved it
-    assert place.partition("@")[0] in (
-        f"{storage.root.dataset}/{where}/{source.instance}" for where in ("retired", "sandboxes")
+        scan = _reopen(storage).scan()
+        assert ([s.id for s in scan.sandboxes], scan.repaired) == ([fork.id for fork in forks], [])
+    name = storage.snapshots.full_name(snapshot.id)  # a later scan may have moved it
+    assert name.partition("@")[0] in (
+        f"{storage.root.dataset}/{container}/{source.instance}" for container in ("retired", "sandboxes")
     )
-    assert not storage.snapshots.destroy(base.id), "a retired clone is no reason to refuse"
+    assert not storage.snapshots.destroy(base.id), "the base was not hidden"
     for fork in forks:
         storage.instances.discard(fork.instance)
     assert storage.snapshots.destroy(snapshot.id)
@@ -187,35 +187,35 @@ def test_an_unmovable_dataset_is_retired_in_place(storage: ZfsStorage) -> None:
 
 
 def test_retiring_does_not_unmount_forks(storage: ZfsStorage) -> None:
-    """A fork that does not run is as much in use as a running one: it may be about to start."""
+    """Forks must stay mounted even if they are not running, because they may be about to start."""
     source = _create_sandbox(storage, _create_base(storage))
     snapshot = storage.snapshots.capture(source.instance, Snapshot())
     forks = [_create_sandbox(storage, snapshot, f"fork-{n}") for n in range(2)]
-    places = [str(storage.instances.path(fork.instance)) for fork in forks]
+    paths = [str(storage.instances.path(fork.instance)) for fork in forks]
     before = pools.mount_ids(storage.root.mountpoint)
     assert not storage.instances.discard(source.instance)
     _reopen(storage).scan()
     after = pools.mount_ids(storage.root.mountpoint)
-    assert [after.get(place) for place in places] == [before[place] for place in places]
+    assert [after.get(path) for path in paths] == [before[path] for path in paths]
 
 
-def test_uncommitted_objects_are_swept(storage: ZfsStorage) -> None:
+def test_a_scan_removes_uncommitted_objects(storage: ZfsStorage) -> None:
     base = _create_base(storage)
     storage.instances.clone(base.id, instance := new_id())
     pools.run("zfs", "create", f"{storage.root.dataset}/_template-{new_id()}")
-    torn_down = []
-    found = _reopen(storage).scan(torn_down.append)
-    assert torn_down == [instance]
-    assert len(found.repaired) == 2
+    torn_down_instances = []
+    scan = _reopen(storage).scan(torn_down_instances.append)
+    assert torn_down_instances == [instance]
+    assert len(scan.repaired) == 2
     assert _names(storage) == sorted([*_EMPTY, f"/_template-{base.id}", f"/_template-{base.id}@base"])
 
 
-def test_an_unsweepable_object_is_reported_and_skipped(storage: ZfsStorage) -> None:
+def test_a_scan_reports_objects_that_it_cannot_remove(storage: ZfsStorage) -> None:
     base = _create_base(storage)
     storage.instances.clone(base.id, instance := new_id())
     with (storage.instances.path(instance) / "open").open("w"):
-        found = _reopen(storage).scan()
-        assert len(found.repaired) == 1 and "could not be removed yet" in found.repaired[0]
+        scan = _reopen(storage).scan()
+        assert len(scan.repaired) == 1 and "could not be removed yet" in scan.repaired[0]
         with pytest.raises(Busy, match="still uses it"):
             storage.instances.discard(instance)
     assert "removed" in storage.scan().repaired[0]
@@ -223,30 +223,30 @@ def test_an_unsweepable_object_is_reported_and_skipped(storage: ZfsStorage) -> N
 
 def test_damaged_properties_do_not_prevent_a_scan(storage: ZfsStorage) -> None:
     base = _create_base(storage)
-    good = _create_sandbox(storage, base, "good")
-    bad = _create_sandbox(storage, base, "bad")
-    snapshot = storage.snapshots.capture(good.instance, Snapshot())
-    twin = storage.snapshots.capture(good.instance, Snapshot())
-    pools.run("zfs", "set", f"{HEAD}={{not json", storage.instances.dataset(bad.instance))
+    intact = _create_sandbox(storage, base, "good")
+    damaged = _create_sandbox(storage, base, "bad")
+    snapshot = storage.snapshots.capture(intact.instance, Snapshot())
+    duplicate = storage.snapshots.capture(intact.instance, Snapshot())
+    pools.run("zfs", "set", f"{HEAD}={{not json", storage.instances.dataset(damaged.instance))
     pools.run("zfs", "set", f"{HEAD}=two\nlines\tlocal\nand more", storage.snapshots.full_name(snapshot.id))
-    pools.run("zfs", "set", f"{HEAD}={encode(base, 3)[HEAD]}", storage.snapshots.full_name(twin.id))
+    pools.run("zfs", "set", f"{HEAD}={encode(base, 3)[HEAD]}", storage.snapshots.full_name(duplicate.id))
     pools.run("zfs", "create", f"{storage.root.dataset}/sandboxes/odd one")
     for _ in range(2):
-        found = _reopen(storage).scan()
-        assert (found.sandboxes, found.snapshots) == ([good], [base])
-    assert len(found.repaired) == 3
-    assert any("is not JSON" in note for note in found.repaired)
-    assert any(f"also has the record of the snapshot {base.id}" in note for note in found.repaired)
-    assert "not JSON" in zfs.local_props(storage.instances.dataset(bad.instance))[QUARANTINE]
-    storage.instances.save(bad)
-    found = _reopen(storage).scan()
-    assert {sandbox.name for sandbox in found.sandboxes} == {"good", "bad"}
-    assert f"{storage.instances.dataset(bad.instance)}: its record can be read again" in found.repaired
-    assert QUARANTINE not in zfs.local_props(storage.instances.dataset(bad.instance))
+        scan = _reopen(storage).scan()
+        assert (scan.sandboxes, scan.snapshots) == ([intact], [base])
+    assert len(scan.repaired) == 3
+    assert any("is not JSON" in note for note in scan.repaired)
+    assert any(f"also has the record of the snapshot {base.id}" in note for note in scan.repaired)
+    assert "not JSON" in zfs.local_props(storage.instances.dataset(damaged.instance))[QUARANTINE]
+    storage.instances.save(damaged)
+    scan = _reopen(storage).scan()
+    assert {sandbox.name for sandbox in scan.sandboxes} == {"good", "bad"}
+    assert f"{storage.instances.dataset(damaged.instance)}: its record can be read again" in scan.repaired
+    assert QUARANTINE not in zfs.local_props(storage.instances.dataset(damaged.instance))
 
 
 @pytest.mark.parametrize("value", ["x\tlocal\nb\tc", "x\tlocal\n{root}/sandboxes/a\tb:c"])
-def test_a_hostile_value_does_not_hide_other_records(storage: ZfsStorage, value: str) -> None:
+def test_an_ambiguous_value_does_not_hide_other_records(storage: ZfsStorage, value: str) -> None:
     base = _create_base(storage)
     sandboxes = [_create_sandbox(storage, base, f"s{n}") for n in range(4)]
     for sandbox in sandboxes:
@@ -256,36 +256,36 @@ def test_a_hostile_value_does_not_hide_other_records(storage: ZfsStorage, value:
             f"sandbox:a={value.format(root=storage.root.dataset)}",
             storage.instances.dataset(sandbox.instance),
         )
-    found = _reopen(storage).scan()
+    scan = _reopen(storage).scan()
     assert all(zfs.lzc_exists(storage.instances.dataset(sandbox.instance)) for sandbox in sandboxes)
-    assert all("removed" not in note and "retired" not in note for note in found.repaired)
+    assert all("removed" not in note and "retired" not in note for note in scan.repaired)
 
 
-def test_a_snapshot_removed_by_hand_is_gone(storage: ZfsStorage) -> None:
+def test_a_snapshot_destroyed_with_zfs_is_not_found(storage: ZfsStorage) -> None:
     base = _create_base(storage)
     sandbox = _create_sandbox(storage, base)
     snapshot = storage.snapshots.capture(sandbox.instance, Snapshot())
     storage.instances.discard(sandbox.instance)
     pools.run("zfs", "destroy", storage.snapshots.full_name(snapshot.id))
-    for use in (
+    for operation in (
         lambda: storage.instances.clone(snapshot.id, new_id()),
         lambda: storage.snapshots.save(snapshot),
         lambda: storage.instances.has_diverged(sandbox.instance, snapshot.id),
     ):
         with pytest.raises(NotFound):
-            use()
-    found = storage.scan()
-    assert found.snapshots == [base]
-    assert len(found.repaired) == 1
-    assert found.repaired[0].endswith(f"/{sandbox.instance}: removed, because it no longer had snapshots")
+            operation()
+    scan = storage.scan()
+    assert scan.snapshots == [base]
+    assert len(scan.repaired) == 1
+    assert scan.repaired[0].endswith(f"/{sandbox.instance}: removed, because it no longer had snapshots")
 
 
-def test_foreign_snapshots_are_left_alone(storage: ZfsStorage) -> None:
+def test_foreign_snapshots_are_ignored_and_kept(storage: ZfsStorage) -> None:
     base = _create_base(storage)
     sandbox = _create_sandbox(storage, base)
     pools.run("zfs", "snapshot", f"{storage.instances.dataset(sandbox.instance)}@hourly")
-    found = _reopen(storage).scan()
-    assert (found.snapshots, found.sandboxes, found.repaired) == ([base], [sandbox], [])
+    scan = _reopen(storage).scan()
+    assert (scan.snapshots, scan.sandboxes, scan.repaired) == ([base], [sandbox], [])
     assert not storage.instances.discard(sandbox.instance)
     assert any(name.endswith(f"/{sandbox.instance}@hourly") for name in _names(storage))
 
@@ -296,8 +296,8 @@ def test_records_of_any_length_are_replaced_completely(storage: ZfsStorage) -> N
     for length in (10, 30_000, 20_000, 10):
         sandbox.metadata = {"text": "ä" * length}
         storage.instances.save(sandbox)
-        found = _reopen(storage).scan()
-        assert (found.sandboxes, found.repaired) == ([sandbox], [])
+        scan = _reopen(storage).scan()
+        assert (scan.sandboxes, scan.repaired) == ([sandbox], [])
     assert list(zfs.local_props(storage.instances.dataset(sandbox.instance))) == [HEAD]
     big = Snapshot(recipe={"setup": ["x" * 100_000]})
     storage.snapshots.capture(sandbox.instance, big)
@@ -306,18 +306,18 @@ def test_records_of_any_length_are_replaced_completely(storage: ZfsStorage) -> N
     assert _reopen(storage).scan().snapshots == [base, big]
 
 
-def test_a_save_that_died_before_its_last_step_has_no_effect(storage: ZfsStorage) -> None:
+def test_an_interrupted_save_has_no_effect(storage: ZfsStorage) -> None:
     base = _create_base(storage)
     sandbox = _create_sandbox(storage, base)
-    halfway = encode(sandbox.model_copy(update={"env": {"A": "x" * 30_000}}), 2)
-    for prop, value in halfway.items():
+    partial = encode(sandbox.model_copy(update={"env": {"A": "x" * 30_000}}), 2)
+    for prop, value in partial.items():
         if prop != HEAD:
             zfs.lzc_set_prop(storage.instances.dataset(sandbox.instance), prop, value)
     assert _reopen(storage).scan().sandboxes == [sandbox]
     assert list(zfs.local_props(storage.instances.dataset(sandbox.instance))) == [HEAD]
 
 
-def test_diverged(storage: ZfsStorage) -> None:
+def test_has_diverged(storage: ZfsStorage) -> None:
     base = _create_base(storage)
     sandbox = _create_sandbox(storage, base)
     assert not storage.instances.has_diverged(sandbox.instance, base.id)
@@ -326,16 +326,16 @@ def test_diverged(storage: ZfsStorage) -> None:
     head = storage.snapshots.capture(sandbox.instance, Snapshot())
     assert not storage.instances.has_diverged(sandbox.instance, head.id)
     storage.instances.save(sandbox)
-    assert not storage.instances.has_diverged(sandbox.instance, head.id), "records are not of the file system"
+    assert not storage.instances.has_diverged(sandbox.instance, head.id), "saving a record counted as a change"
     fork = _create_sandbox(storage, head)
     storage.instances.discard(sandbox.instance)
     assert not storage.instances.has_diverged(fork.instance, head.id)
     assert storage.instances.has_diverged(fork.instance, base.id)
     other = storage.snapshots.create_base(Snapshot(), lambda path: None)
-    assert storage.instances.has_diverged(fork.instance, other.id), "not even of its line"
+    assert storage.instances.has_diverged(fork.instance, other.id), "an unrelated snapshot counted as an ancestor"
 
 
-def test_quotas(storage: ZfsStorage) -> None:
+def test_quotas_are_enforced(storage: ZfsStorage) -> None:
     base = storage.snapshots.create_base(Snapshot(), lambda path: _fill(path / "big", 5))
     with pytest.raises(OverQuota, match=r"a disk of 4 MiB is too small, because the snapshot contains \d+ MiB|quota"):
         storage.instances.clone(base.id, new_id(), disk_mb=4)
@@ -351,7 +351,7 @@ def test_quotas(storage: ZfsStorage) -> None:
         storage.instances.set_disk(instance, 8)
     usage = storage.instances.usage(instance)
     assert usage.referenced > 25 << 20 and 20 << 20 < usage.unique < 24 << 20
-    assert storage.snapshots.bytes_held(base.id) < 1 << 20
+    assert storage.snapshots.unique_bytes(base.id) < 1 << 20
     assert sorted(_names(storage, "filesystem")) == sorted([*_EMPTY, f"/_template-{base.id}", f"/sandboxes/{instance}"])
 
 
@@ -377,7 +377,7 @@ def test_a_full_pool_is_reported_and_can_be_emptied(zpool: pools.Pool, locks: Pa
             storage.instances.clone(base.id, new_id())
         assert [s.id for s in storage.scan().sandboxes] == [sandbox.id, keeper.id]
         storage.instances.forget(keeper.instance)
-        assert not storage.instances.discard(keeper.instance), "what has snapshots can be retired on a full pool"
+        assert not storage.instances.discard(keeper.instance), "the instance with a snapshot was not retired"
         assert storage.instances.discard(sandbox.instance)
         storage.scan()
         assert "/ballast" in _names(storage)
@@ -385,7 +385,7 @@ def test_a_full_pool_is_reported_and_can_be_emptied(zpool: pools.Pool, locks: Pa
         storage.close()
 
 
-def test_concurrent_operations(storage: ZfsStorage) -> None:
+def test_concurrent_operations_leave_nothing_behind(storage: ZfsStorage) -> None:
     base = _create_base(storage)
     before = _names(storage)
     barrier = threading.Barrier(4)
@@ -406,7 +406,7 @@ def test_concurrent_operations(storage: ZfsStorage) -> None:
     assert storage.scan().repaired == []
 
 
-def test_a_missing_root_dataset(root: str, locks: Path) -> None:
+def test_an_unusable_root_dataset_is_reported(root: str, locks: Path) -> None:
     with pytest.raises(BackendFailed, match=re.escape(f"zfs create {root}/no")):
         ZfsStorage(f"{root}/no", lock_directory=locks).open()
     pools.run("zfs", "create", "-o", "mountpoint=none", f"{root}/nowhere")
@@ -417,12 +417,12 @@ def test_a_missing_root_dataset(root: str, locks: Path) -> None:
 def test_a_record_is_one_line_of_readable_json(storage: ZfsStorage) -> None:
     base = _create_base(storage)
     sandbox = _create_sandbox(storage, base)
-    said = pools.run("zfs", "get", "-H", "-o", "value", HEAD, storage.instances.dataset(sandbox.instance)).stdout
-    assert json.loads(said)["record"]["name"] == "web"
+    value = pools.run("zfs", "get", "-H", "-o", "value", HEAD, storage.instances.dataset(sandbox.instance)).stdout
+    assert json.loads(value)["record"]["name"] == "web"
 
 
-def test_a_fork_while_its_snapshot_is_being_moved(storage: ZfsStorage) -> None:
-    """The snapshot's dataset may be retired, and so renamed, during a fork."""
+def test_a_snapshot_can_be_forked_while_its_dataset_is_retired(storage: ZfsStorage) -> None:
+    """The snapshot's dataset may be retired, and therefore renamed, during a fork."""
     base = _create_base(storage)
     for _ in range(4):
         source = _create_sandbox(storage, base)

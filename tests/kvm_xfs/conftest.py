@@ -1,4 +1,4 @@
-"""Shared fixtures of the KVM/XFS host's tests: a Debian built as a template's file system, once for the run."""
+"""Provide fixtures for the tests of the KVM/XFS host: a Debian file system, which is built once per run."""
 
 from __future__ import annotations
 
@@ -14,32 +14,39 @@ from tests.support import session
 
 
 @dataclass
-class Built:
+class BuiltRootfs:
+    """The files of a built template, and the lines of the build's log."""
+
     image: Path
     kernel: Path
     initrd: Path
     lines: list[str] = field(default_factory=list)
 
 
-def build(recipe: Recipe, place: Path, cache: Path | None = None) -> Built:
-    """Build ``recipe`` into the directory ``place``."""
-    built = Built(place / "rootfs.img", place / "kernel", place / "initrd")
+def build(recipe: Recipe, directory: Path, cache: Path | None = None) -> BuiltRootfs:
+    """Build ``recipe`` into ``directory``."""
+    built = BuiltRootfs(directory / "rootfs.img", directory / "kernel", directory / "initrd")
     asyncio.run(
         build_rootfs(
-            recipe, built.image, built.kernel, built.initrd, cache_root=cache or place / "cache", log=built.lines.append
+            recipe,
+            built.image,
+            built.kernel,
+            built.initrd,
+            cache_root=cache or directory / "cache",
+            log=built.lines.append,
         )
     )
     return built
 
 
 @pytest.fixture(scope="session")
-def debian(need_root: None) -> Built:
-    """The default recipe; the packages are fetched once and kept for later runs."""
-    place = session.run_dir() / "debian"
-    place.mkdir()
-    return build(Recipe(), place, session.cache_dir())
+def debian(need_root: None) -> BuiltRootfs:
+    """Build the default recipe. Later runs reuse the downloaded packages."""
+    directory = session.run_dir() / "debian"
+    directory.mkdir()
+    return build(Recipe(), directory, session.cache_dir())
 
 
 @pytest.fixture(scope="session")
-def template_kernel(debian: Built) -> Path:
+def template_kernel(debian: BuiltRootfs) -> Path:
     return debian.kernel

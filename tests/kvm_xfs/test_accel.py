@@ -1,4 +1,4 @@
-"""The probe of QEMU and its accelerator, with the real QEMU and a stock kernel."""
+"""Test the probe of QEMU and of the accelerator, with the real QEMU and a stock kernel."""
 
 from __future__ import annotations
 
@@ -35,18 +35,18 @@ def write_script(path: Path, text: str) -> str:
 
 @pytest.mark.parametrize("name", ["tcg", "auto"])
 def test_the_probe_reports_its_choice_and_the_reason(cache: Path, name: str) -> None:
-    found = probe(cache, accelerator=name)
-    assert found.name in ("kvm", "tcg")
-    assert found.cpu_model == ("host" if found.name == "kvm" else "max")
-    assert found.qemu_version[0].isdigit()
-    assert found.reason
+    result = probe(cache, accelerator=name)
+    assert result.name in ("kvm", "tcg")
+    assert result.cpu_model == ("host" if result.name == "kvm" else "max")
+    assert result.qemu_version[0].isdigit()
+    assert result.reason
     if name == "tcg":
-        assert found.name == "tcg"
+        assert result.name == "tcg"
         assert not cache.exists()
 
 
 @pytest.mark.parametrize(
-    ("settings", "sentence"),
+    ("settings", "message"),
     [
         ({"qemu": "qemu-system-nowhere"}, r"is not installed: install it .*kvm_xfs_host role"),
         ({"qemu": "/bin/echo"}, r"printed .*: set \[kvm_xfs\] qemu to the path of QEMU"),
@@ -56,43 +56,47 @@ def test_the_probe_reports_its_choice_and_the_reason(cache: Path, name: str) -> 
         ),
     ],
 )
-def test_an_unsuitable_qemu_is_refused(cache: Path, settings: dict[str, str], sentence: str) -> None:
-    with pytest.raises(BackendFailed, match=sentence):
+def test_an_unsuitable_qemu_is_refused(cache: Path, settings: dict[str, str], message: str) -> None:
+    with pytest.raises(BackendFailed, match=message):
         probe(cache, **settings)
 
 
 def test_a_qemu_without_the_capture_command_is_refused(cache: Path, tmp_path: Path) -> None:
-    real = KvmXfs().qemu
-    reduced = write_script(tmp_path / "qemu", f'{real} "$@" | sed s/xen-save-devices-state/something-else/g')
+    qemu = KvmXfs().qemu
+    qemu_without_command = write_script(
+        tmp_path / "qemu", f'{qemu} "$@" | sed s/xen-save-devices-state/something-else/g'
+    )
     with pytest.raises(BackendFailed, match="has no command xen-save-devices-state, which captures need"):
-        probe(cache, qemu=reduced)
+        probe(cache, qemu=qemu_without_command)
 
 
-def test_requesting_kvm_needs_the_device(cache: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_accelerator_kvm_requires_the_device(cache: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(accel, "_KVM", tmp_path / "kvm")
     with pytest.raises(BackendFailed, match="is missing"):
         probe(cache, accelerator="kvm")
     assert probe(cache).name == "tcg"
 
 
-def test_a_stock_kernel_that_boots_proves_the_accelerator(template_kernel: Path) -> None:
+def test_can_boot_returns_true_for_a_stock_kernel(template_kernel: Path) -> None:
     config = KvmXfs(probe_seconds=60)
     assert asyncio.run(accel.can_boot(config, template_kernel, accelerator="tcg", cpu_model="max"))
 
 
-def test_a_failed_boot_proves_nothing_and_leaves_nothing(tmp_path: Path, template_kernel: Path) -> None:
+def test_can_boot_returns_false_and_ends_qemu_if_the_boot_fails(tmp_path: Path, template_kernel: Path) -> None:
     config = KvmXfs(probe_seconds=0.5)
     start = time.monotonic()
     assert not asyncio.run(accel.can_boot(config, template_kernel, accelerator="tcg", cpu_model="max"))
     assert time.monotonic() - start < 5
-    nothing = tmp_path / "vmlinuz"
-    nothing.write_bytes(b"no kernel")
-    assert not asyncio.run(accel.can_boot(config, nothing, accelerator="tcg", cpu_model="max"))
-    left = subprocess.run(["pgrep", "-f", str(template_kernel)], capture_output=True, check=False)
-    assert left.returncode == 1, left.stdout
+    not_a_kernel = tmp_path / "vmlinuz"
+    not_a_kernel.write_bytes(b"no kernel")
+    assert not asyncio.run(accel.can_boot(config, not_a_kernel, accelerator="tcg", cpu_model="max"))
+    remaining = subprocess.run(["pgrep", "-f", str(template_kernel)], capture_output=True, check=False)
+    assert remaining.returncode == 1, remaining.stdout
 
 
-def test_a_silent_guest_counts_as_hung(tmp_path: Path, template_kernel: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_can_boot_gives_up_on_a_silent_guest(
+    tmp_path: Path, template_kernel: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(accel, "_SILENT_SECONDS", 0.5)
     config = KvmXfs(qemu=write_script(tmp_path / "qemu", "echo Linux version 6.1\nexec sleep 1000"), probe_seconds=600)
     booted = accel.can_boot(config, template_kernel, accelerator="tcg", cpu_model="max")
@@ -104,21 +108,21 @@ def test_auto_probes_once_and_caches_the_result(
 ) -> None:
     monkeypatch.setattr(accel, "_KVM", Path("/dev/null"))
     runs = tmp_path / "runs"
-    counting = write_script(
+    counting_qemu = write_script(
         tmp_path / "qemu", f'case "$*" in *-kernel*) echo run >> {runs};; esac; exec {KvmXfs().qemu} "$@"'
     )
-    first = probe(cache, template_kernel, qemu=counting, probe_seconds=3)
-    again = probe(cache, template_kernel, qemu=counting, probe_seconds=3)
-    assert first == again
+    first = probe(cache, template_kernel, qemu=counting_qemu, probe_seconds=3)
+    second = probe(cache, template_kernel, qemu=counting_qemu, probe_seconds=3)
+    assert first == second
     assert runs.read_text() == "run\n"
     (key,) = json.loads(cache.read_text())
     assert key.split()[:2] == [first.qemu_version, os.uname().release]
     if first.name == "tcg":
-        assert str(cache) in first.reason, "how to have it tried again is said"
+        assert str(cache) in first.reason, "the reason does not name the file to remove"
     other = tmp_path / "vmlinuz-other"
     other.write_bytes(b"another kernel")
-    assert probe(cache, other, qemu=counting, probe_seconds=3).name == "tcg"
-    assert runs.read_text() == "run\nrun\n", "another kernel is another question"
+    assert probe(cache, other, qemu=counting_qemu, probe_seconds=3).name == "tcg"
+    assert runs.read_text() == "run\nrun\n", "another kernel was not tested"
 
 
 def test_without_a_kernel_earlier_results_are_used(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:

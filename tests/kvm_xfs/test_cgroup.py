@@ -1,4 +1,4 @@
-"""Control groups, in this machine's version (1, 2 or both)."""
+"""Test control groups in the version of this machine (1, 2 or both)."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ ONE, TWO = "0123456789ab", "ba9876543210"
 
 @pytest.fixture
 def groups() -> Iterator[Cgroups]:
-    made = Cgroups(session.network()["prefix"])
-    assert made._hierarchies, "this machine lends no cgroup controllers, so no limit of a machine can be tested"
-    yield made
-    made.sweep(set())
-    assert not any(root.exists() for root in made._roots())
+    groups = Cgroups(session.network()["prefix"])
+    assert groups._hierarchies, "this machine has no cgroup controllers, which these tests need"
+    yield groups
+    groups.sweep(set())
+    assert not any(root.exists() for root in groups._roots())
 
 
 @pytest.fixture
@@ -35,12 +35,12 @@ def sleeper() -> Iterator[subprocess.Popen[bytes]]:
     process.wait()
 
 
-def membership(pid: int) -> str:
+def read_groups(pid: int) -> str:
     return Path(f"/proc/{pid}/cgroup").read_text()
 
 
 def read(groups: Cgroups, controller: str, *files: str) -> str:
-    """The content of the first of ``files`` that the machine's group has."""
+    """Return the contents of the first of ``files`` that exists in the machine's group."""
     hierarchy = groups._hierarchies[controller]
     for file in files:
         path = hierarchy.mount / groups._name / ONE / file
@@ -49,9 +49,9 @@ def read(groups: Cgroups, controller: str, *files: str) -> str:
     raise AssertionError(f"none of {files} in {controller}")
 
 
-def test_a_machine_is_limited_in_every_available_resource(groups: Cgroups, sleeper: subprocess.Popen[bytes]) -> None:
+def test_place_limits_every_available_resource(groups: Cgroups, sleeper: subprocess.Popen[bytes]) -> None:
     groups.place(ONE, sleeper.pid, memory_mb=320, cpus=2)
-    assert membership(sleeper.pid).count(f"/{groups._name}/{ONE}") >= 1
+    assert read_groups(sleeper.pid).count(f"/{groups._name}/{ONE}") >= 1
     if "memory" in groups._hierarchies:
         assert int(read(groups, "memory", "memory.max", "memory.limit_in_bytes")) == 320 << 20
         assert isinstance(groups.memory_bytes(ONE), int)
@@ -69,16 +69,16 @@ def test_a_machine_is_limited_in_every_available_resource(groups: Cgroups, sleep
 def test_a_process_over_its_memory_limit_is_killed(groups: Cgroups) -> None:
     if "memory" not in groups._hierarchies:
         pytest.skip("no memory controller")
-    hungry = subprocess.Popen(
+    process = subprocess.Popen(
         ["python3", "-c", "input(); x = bytearray(256 << 20); x[::4096] = b'x' * len(x[::4096])"], stdin=subprocess.PIPE
     )
-    groups.place(ONE, hungry.pid, memory_mb=64, cpus=1)
-    hungry.communicate(b"\n", timeout=30)
-    assert hungry.returncode == -9
+    groups.place(ONE, process.pid, memory_mb=64, cpus=1)
+    process.communicate(b"\n", timeout=30)
+    assert process.returncode == -9
     groups.remove(ONE)
 
 
-def test_an_ended_process_is_not_an_error(groups: Cgroups) -> None:
+def test_place_ignores_an_ended_process(groups: Cgroups) -> None:
     ended = subprocess.Popen(["true"])
     ended.wait()
     groups.place(ONE, ended.pid, memory_mb=64, cpus=1)
@@ -97,7 +97,7 @@ def test_a_busy_group_is_removed_by_a_later_call(groups: Cgroups, sleeper: subpr
     assert not any((root / ONE).exists() for root in groups._roots())
 
 
-def test_a_sweep_keeps_listed_and_running_groups(groups: Cgroups, sleeper: subprocess.Popen[bytes]) -> None:
+def test_sweep_keeps_listed_groups_and_groups_with_processes(groups: Cgroups, sleeper: subprocess.Popen[bytes]) -> None:
     groups.place(ONE, sleeper.pid, memory_mb=64, cpus=1)
     for root in groups._roots():
         (root / TWO).mkdir()
@@ -111,7 +111,7 @@ def test_two_gateways_have_separate_groups(groups: Cgroups) -> None:
     assert Cgroups(session.network()["prefix"])._roots().isdisjoint(groups._roots())
 
 
-def test_missing_controllers_are_skipped_and_named_once(
+def test_missing_controllers_are_logged_once(
     tmp_path: Path, sleeper: subprocess.Popen[bytes], caplog: pytest.LogCaptureFixture
 ) -> None:
     mountinfo = tmp_path / "mountinfo"
@@ -128,8 +128,8 @@ def test_missing_controllers_are_skipped_and_named_once(
     assert groups.memory_bytes(ONE) is None
 
 
-def test_version_2_delegates_its_controllers(tmp_path: Path, sleeper: subprocess.Popen[bytes]) -> None:
-    """Checks the written files in a directory laid out like a version 2 hierarchy, without the kernel's behaviour."""
+def test_version_2_enables_controllers_and_writes_limits(tmp_path: Path, sleeper: subprocess.Popen[bytes]) -> None:
+    """Check the files written to a directory with the layout of a version 2 hierarchy, without the kernel."""
     mount = tmp_path / "unified"
     root = mount / "two-sandboxes"
     root.mkdir(parents=True)

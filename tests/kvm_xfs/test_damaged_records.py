@@ -1,4 +1,4 @@
-"""An unreadable record does not affect other records, and can be put back."""
+"""Test that an unreadable record does not affect other records and can be restored."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from tests.support.waiting import eventually
 from tests.support.worlds import TEMPLATE, KvmXfsWorld
 
 
-class Restarts:
-    """An engine that is closed and reopened on the same state."""
+class RestartableGateway:
+    """An engine that can be closed and reopened on the same state."""
 
     def __init__(self, world: KvmXfsWorld) -> None:
         self._world = world
@@ -35,26 +35,26 @@ class Restarts:
     def root(self) -> Path:
         return self.config.host.state_root
 
-    def damaged(self, kind: str) -> Path:
-        """The path of the only record of a kind that was moved away as damaged."""
-        (found,) = (self.root / ".damaged").glob(f"{kind}-*")
-        return found
+    def quarantined(self, kind: str) -> Path:
+        """Return the path of the only object of a kind in quarantine."""
+        (path,) = (self.root / ".damaged").glob(f"{kind}-*")
+        return path
 
 
 @pytest.fixture
-def gateway(kvm_xfs_world: KvmXfsWorld) -> Iterator[Restarts]:
-    made = Restarts(kvm_xfs_world)
-    yield made
-    made.live.remove_all()
-    made.live.close()
-    kvm_xfs_world.forget(made.config)
+def gateway(kvm_xfs_world: KvmXfsWorld) -> Iterator[RestartableGateway]:
+    gateway = RestartableGateway(kvm_xfs_world)
+    yield gateway
+    gateway.live.remove_all()
+    gateway.live.close()
+    kvm_xfs_world.forget(gateway.config)
 
 
 def read(live: Live, path: str) -> str:
     return live.shell("box", f"cat {path} 2>/dev/null || true").strip()
 
 
-def test_a_sandbox_saved_while_its_volume_is_damaged_keeps_the_mount(gateway: Restarts) -> None:
+def test_a_sandbox_saved_while_its_volume_is_damaged_keeps_the_mount(gateway: RestartableGateway) -> None:
     live = gateway.live
     volume = live.do(live.engine.volumes.create("data", size_mb=64))
     live.do(live.engine.forks.create(TEMPLATE, ForkSpec(names=["box"], mounts=[MountSpec("data", "/data")])))
@@ -68,12 +68,12 @@ def test_a_sandbox_saved_while_its_volume_is_damaged_keeps_the_mount(gateway: Re
     image.rename(gateway.root / "image")
     live = gateway.live = gateway.open()
     assert live.engine.volumes.list() == []
-    live.do(live.engine.sandboxes.update("box", metadata={"saved": "anew"}))
+    live.do(live.engine.sandboxes.update("box", metadata={"saved": "again"}))
     live.do(live.engine.sandboxes.resume("box"))
     assert read(live, "/data/file") == ""
     live.do(live.engine.sandboxes.pause("box"))
     live.close()
-    gateway.damaged("volumes").rename(manifest.parent)
+    gateway.quarantined("volumes").rename(manifest.parent)
     manifest.write_text(record)
     (gateway.root / "image").rename(image)
     live = gateway.live = gateway.open()
@@ -82,7 +82,7 @@ def test_a_sandbox_saved_while_its_volume_is_damaged_keeps_the_mount(gateway: Re
     assert read(live, "/data/file") == "kept"
 
 
-def test_a_lost_volume_is_detached_by_its_id(gateway: Restarts) -> None:
+def test_detach_removes_a_missing_volume_by_its_id(gateway: RestartableGateway) -> None:
     live = gateway.live
     volume = live.do(live.engine.volumes.create("data", size_mb=64))
     live.do(live.engine.forks.create(TEMPLATE, ForkSpec(names=["box"], mounts=[MountSpec("data", "/data")])))
@@ -96,15 +96,16 @@ def test_a_lost_volume_is_detached_by_its_id(gateway: Restarts) -> None:
     assert gateway.restart().sandbox("box").mounts == []
 
 
-def test_possessions_of_a_damaged_sandbox_are_kept(gateway: Restarts) -> None:
-    """It has its own clone of a volume, which is otherwise removed with its last sandbox, and the capture to resume
-    from."""
+def test_collector_keeps_the_volume_and_the_capture_of_a_damaged_sandbox(gateway: RestartableGateway) -> None:
+    """The sandbox has its own clone of a volume, which is normally removed with its last sandbox, and a capture to
+    resume from.
+    """
     live = gateway.live
     live.do(live.engine.volumes.create("data", size_mb=64))
     live.do(live.engine.forks.create(TEMPLATE, ForkSpec(names=["source"], mounts=[MountSpec("data", "/data")])))
-    taken = live.do(live.engine.snapshots.create("source", volumes=["data"]))
-    own = MountSpec("data", "/own", clone=True)
-    (box,) = live.do(live.engine.forks.fork(taken.id, ForkSpec(names=["box"], mounts=[own])))
+    snapshot = live.do(live.engine.snapshots.create("source", volumes=["data"]))
+    own_mount = MountSpec("data", "/own", clone=True)
+    (box,) = live.do(live.engine.forks.fork(snapshot.id, ForkSpec(names=["box"], mounts=[own_mount])))
     live.shell("box", "echo kept >/own/file && sync")
     live.do(live.engine.sandboxes.pause("box"))
     manifest = gateway.root / "sandboxes" / box.id / "manifest.json"
@@ -117,7 +118,7 @@ def test_possessions_of_a_damaged_sandbox_are_kept(gateway: Restarts) -> None:
     live = gateway.restart()
     assert [each.name for each in live.engine.sandboxes.list()] == []
     live.close()
-    gateway.damaged("sandboxes").rename(manifest.parent)
+    gateway.quarantined("sandboxes").rename(manifest.parent)
     manifest.write_text(record)
     live = gateway.live = gateway.open()
     live.do(live.engine.sandboxes.resume("box"))

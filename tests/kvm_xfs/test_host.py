@@ -1,4 +1,4 @@
-"""Behaviour that only the KVM/XFS host has: its machines' confinement, its snapshots' limits, its failures."""
+"""Test what is specific to the KVM/XFS host: isolation of machines, limits of snapshots, and failures."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def qemu_pid(live: Live, ref: str) -> int:
     return int(live.sandbox(ref).host["pid"])
 
 
-def test_qemu_runs_unprivileged_and_in_its_own_network(live: Live) -> None:
+def test_qemu_runs_unprivileged_in_a_separate_network_namespace(live: Live) -> None:
     live.do(live.engine.forks.create(TEMPLATE, ForkSpec(names=["one"])))
     process = Path(f"/proc/{qemu_pid(live, 'one')}")
     status = dict(line.split(":\t", 1) for line in (process / "status").read_text().splitlines() if ":\t" in line)
@@ -53,31 +53,31 @@ def test_a_snapshot_of_another_platform_is_refused_with_a_remedy(kvm_xfs_world: 
     with pytest.raises(Unsupported, match=r"qemu version '1.0'.*coldStart"):
         live.do(live.engine.forks.create("foreign", ForkSpec()))
     cold = live.do(live.engine.forks.create("foreign", ForkSpec(cold_start=True)))
-    # Its boot uses udev only for a few devices; the entries that programs look for exist.
+    # The boot handles only a few devices with udev, but the device files that programs need exist.
     assert live.shell(cold.id, "systemctl is-system-running --wait", timeout=120).strip() == "running"
     assert live.shell(cold.id, "stat --format %a:%G /dev/fuse /dev/vda").split() == ["666:root", "660:disk"]
     assert "/dev/vda" in live.shell(cold.id, "readlink -f /dev/disk/by-label/root /dev/rtc")
 
 
-def test_without_a_page_map_captures_only_need_more_space(live: Live, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_capture_without_a_pagemap_copies_the_whole_memory(live: Live, monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(*args: object) -> None:
         raise OSError(1, "not permitted")
 
     live.do(live.engine.forks.create(TEMPLATE, ForkSpec(names=["one"])))
-    live.shell("one", "echo here >/run/here")
+    live.shell("one", "echo data >/run/data")
     monkeypatch.setattr(listing, "_scan", refuse)
     monkeypatch.setattr(listing, "_read_pagemap", refuse)
     snapshot = live.do(live.engine.snapshots.create("one", name="whole"))
     monkeypatch.undo()
     assert snapshot.memory is Memory.FULL
     fork = live.do(live.engine.forks.create("whole", ForkSpec()))
-    assert live.shell(fork.id, "cat /run/here").strip() == "here"
+    assert live.shell(fork.id, "cat /run/data").strip() == "data"
 
 
-def test_a_template_whose_setup_fails_leaves_nothing(kvm_xfs_world: KvmXfsWorld, live: Live) -> None:
+def test_a_template_whose_setup_fails_is_removed(kvm_xfs_world: KvmXfsWorld, live: Live) -> None:
     before = kvm_xfs_world.traces(live.config)
     build = live.do(live.engine.templates.build("broken", Recipe(setup=["echo so far", "echo no >&2; exit 3"])))
-    lines = live.do(parse_lines(build.follow()), timeout=300)
+    lines = live.do(collect_lines(build.follow()), timeout=300)
     assert build.status == "error"
     assert "exit code 3" in build.reason and "so far" in lines and "no" in lines
     assert kvm_xfs_world.traces(live.config) == before
@@ -85,13 +85,13 @@ def test_a_template_whose_setup_fails_leaves_nothing(kvm_xfs_world: KvmXfsWorld,
         live.engine.templates.get("broken")
 
 
-def test_the_same_recipe_is_not_built_again(live: Live) -> None:
+def test_building_an_unchanged_recipe_returns_the_existing_template(live: Live) -> None:
     template = live.engine.templates.get(TEMPLATE)
     build = live.do(live.engine.templates.build(TEMPLATE, Recipe.model_validate(template.recipe)))
     assert (build.status, build.template_id) == ("ready", template.id)
 
 
-async def parse_lines(lines: Any) -> list[str]:
+async def collect_lines(lines: Any) -> list[str]:
     return [line async for line in lines]
 
 
@@ -106,7 +106,7 @@ def test_a_missing_qemu_is_reported_at_startup(kvm_xfs_world: KvmXfsWorld) -> No
     shutil.rmtree(config.host.state_root)
 
 
-def test_an_xfs_without_reflinks_is_reported_at_startup(tmp_path: Path, need_root: None) -> None:
+def test_an_xfs_file_system_without_reflinks_is_reported_at_startup(tmp_path: Path, need_root: None) -> None:
     with LoopXfs(tmp_path / "image", tmp_path / "mount", size_mb=320, reflink=False) as xfs:
         config = Config.model_validate(
             {"host": {"state_root": xfs.mount_point / "state"}, "network": session.network()}
@@ -117,21 +117,21 @@ def test_an_xfs_without_reflinks_is_reported_at_startup(tmp_path: Path, need_roo
 
 @pytest.fixture
 def small_gateway(kvm_xfs_world: KvmXfsWorld, tmp_path: Path) -> Iterator[Live]:
-    """A gateway whose file system has room for the template and little more."""
-    roomy = kvm_xfs_world.config()
-    with LoopXfs(session.run_dir() / "cramped.xfs", session.run_dir() / "cramped", size_mb=1400) as xfs:
+    """Create a gateway whose file system has space for the template and little else."""
+    original = kvm_xfs_world.config()
+    with LoopXfs(session.run_dir() / "small.xfs", session.run_dir() / "small", size_mb=1400) as xfs:
         root = xfs.mount_point / "state"
         root.mkdir(mode=0o711)
         for name in ("templates", "accelerator.json"):
-            if (roomy.host.state_root / name).exists():
+            if (original.host.state_root / name).exists():
                 subprocess.run(
-                    ["cp", "-a", "--sparse=always", str(roomy.host.state_root / name), str(root)],
+                    ["cp", "-a", "--sparse=always", str(original.host.state_root / name), str(root)],
                     check=True,
                     timeout=120,
                 )
-        shutil.rmtree(roomy.host.state_root)
-        section = {**roomy.host.model_dump(), "state_root": root}
-        config = Config.model_validate({**roomy.model_dump(), "host": section})
+        shutil.rmtree(original.host.state_root)
+        host_section = {**original.host.model_dump(), "state_root": root}
+        config = Config.model_validate({**original.model_dump(), "host": host_section})
         live = Live(KvmXfsHost(config), config)
         yield live
         (root / "filler").unlink(missing_ok=True)
@@ -140,9 +140,10 @@ def small_gateway(kvm_xfs_world: KvmXfsWorld, tmp_path: Path) -> Iterator[Live]:
         kvm_xfs_world.forget(config)
 
 
-def fill(root: Path, leave: int) -> None:
-    stat = os.statvfs(root)
-    size = stat.f_bavail * stat.f_frsize - leave
+def fill(root: Path, free_bytes: int) -> None:
+    """Use all space of a file system except ``free_bytes``, with the file ``filler``."""
+    status = os.statvfs(root)
+    size = status.f_bavail * status.f_frsize - free_bytes
     subprocess.run(["fallocate", "-l", str(size), str(root / "filler")], check=True, timeout=60)
 
 
@@ -153,7 +154,7 @@ def test_a_second_gateway_with_the_same_network_names_is_refused(kvm_xfs_world: 
     shutil.rmtree(other.host.state_root)
 
 
-def test_a_capture_on_a_full_disk(kvm_xfs_world: KvmXfsWorld, small_gateway: Live) -> None:
+def test_capture_on_a_full_disk_fails_and_cleans_up(kvm_xfs_world: KvmXfsWorld, small_gateway: Live) -> None:
     small_gateway.do(small_gateway.engine.forks.create(TEMPLATE, ForkSpec(names=["one"])))
     small_gateway.shell("one", "head -c 20000000 /dev/urandom >/run/blob")
     root = small_gateway.config.host.state_root
@@ -167,7 +168,7 @@ def test_a_capture_on_a_full_disk(kvm_xfs_world: KvmXfsWorld, small_gateway: Liv
     small_gateway.do(small_gateway.engine.snapshots.create("one", name="big"))
 
 
-def test_a_guest_reboot_ends_its_machine_and_keeps_the_sandbox(live: Live) -> None:
+def test_a_guest_that_reboots_pauses_its_sandbox(live: Live) -> None:
     live.do(live.engine.forks.create(TEMPLATE, ForkSpec(names=["one"])))
     live.shell("one", "(sleep 0.2; echo b >/proc/sysrq-trigger) >/dev/null 2>&1 &")
     eventually(lambda: live.sandbox("one").state is SandboxState.PAUSED)

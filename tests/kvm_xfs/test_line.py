@@ -1,4 +1,4 @@
-"""The serial line from the gateway to the agent, which gives a fork with memory its identity."""
+"""Test the serial line to the agent, over which the gateway sends a fork with memory its identity."""
 
 from __future__ import annotations
 
@@ -21,21 +21,22 @@ def live(kvm_xfs_world: KvmXfsWorld) -> Iterator[Live]:
 
 @pytest.fixture
 def connections(monkeypatch: pytest.MonkeyPatch) -> list[float]:
-    """Times at which the gateway tried to reach an agent over the network to send its identity."""
-    made: list[float] = []
-    plain = AgentClient._connect_when_ready
+    """The times at which the gateway connected to an agent over the network to send its identity."""
+    times: list[float] = []
+    original = AgentClient._connect_when_ready
 
     async def record_connection(self: AgentClient, *args: object) -> object:
-        made.append(time.monotonic())
-        return await plain(self, *args)  # type: ignore[arg-type]
+        times.append(time.monotonic())
+        return await original(self, *args)  # type: ignore[arg-type]
 
     monkeypatch.setattr(AgentClient, "_connect_when_ready", record_connection)
-    return made
+    return times
 
 
-def test_forks_of_forks_get_their_identity_over_the_line(live: Live, connections: list[float]) -> None:
-    """Each fork is captured at once, before its agent can have answered. Its own forks get their identity in the
-    middle of that exchange."""
+def test_forks_of_forks_receive_their_identity_over_the_line(live: Live, connections: list[float]) -> None:
+    """Each fork is captured immediately, before its agent can answer. So its own forks get their identity during the
+    exchange between the gateway and that agent.
+    """
     source = live.do(live.engine.forks.create(TEMPLATE, ForkSpec(names=["first"], env={"WHO": "first"})))
     for name in ("second", "third"):
         snapshot = live.do(live.engine.snapshots.create(source.id))
@@ -53,8 +54,8 @@ def test_a_long_identity_is_sent_over_the_network(live: Live, connections: list[
     live.remove_all()
 
 
-def test_forks_have_a_line_even_if_the_source_lost_its_own(live: Live, connections: list[float]) -> None:
-    """For example, a restarted gateway finds the machine running but has no line to it."""
+def test_forks_have_a_line_even_if_the_source_has_none(live: Live, connections: list[float]) -> None:
+    """This happens if the gateway restarts: it adopts the running machine, but has no line to it."""
     source = live.do(live.engine.forks.create(TEMPLATE, ForkSpec(names=["source"])))
     machine, _ = live.engine.host._machines.require_running(source)  # type: ignore[attr-defined]
     assert machine.line is not None
@@ -68,15 +69,17 @@ def test_forks_have_a_line_even_if_the_source_lost_its_own(live: Live, connectio
     live.remove_all()
 
 
-def test_a_machine_without_a_listener_gets_its_identity_over_the_network(live: Live, connections: list[float]) -> None:
+def test_a_machine_that_does_not_read_the_line_gets_its_identity_over_the_network(
+    live: Live, connections: list[float]
+) -> None:
     live.do(live.engine.forks.create(TEMPLATE, ForkSpec(names=["source"])))
-    # The agent's descriptor is the only one possible: without a driver, there is no port.
+    # Only the agent can open the port. Unbinding the driver removes the port.
     live.shell("source", "basename $(readlink -f /sys/class/virtio-ports/*/device) >/run/port")
     live.shell("source", "d=$(cat /run/port); echo $d >/sys/bus/virtio/drivers/virtio_console/unbind; ! ls /dev/vport*")
     snapshot = live.do(live.engine.snapshots.create("source"))
     assert snapshot.host["line"] is False
     start = time.monotonic()
     live.do(live.engine.forks.create(snapshot.id, ForkSpec(names=["fork"], env={"WHO": "fork"})))
-    assert connections and connections[0] - start < 2, "it was waited for an answer over the line"
+    assert connections and connections[0] - start < 2, "the gateway waited for an answer over the line"
     assert live.shell("fork", "echo $WHO").strip() == "fork"
     live.remove_all()

@@ -1,4 +1,4 @@
-"""Written pages: found on a mapping in this process, and copied to an image."""
+"""Test listing the written pages of a mapping in this process, and copying them to an image."""
 
 from __future__ import annotations
 
@@ -28,18 +28,18 @@ def image(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-class Mapped:
-    """A private mapping of the image in this process, with some pages written."""
+class MappedImage:
+    """A private mapping of an image in this process, in which some pages have been written."""
 
     def __init__(self, image: Path, written: set[int]) -> None:
         with image.open("rb") as file:
             self._map = mmap.mmap(file.fileno(), PAGES * PAGE, mmap.MAP_PRIVATE, mmap.PROT_READ | mmap.PROT_WRITE)
         self.ram = Ram(os.getpid(), image)
         for page in range(PAGES):
-            self._map[page * PAGE]  # present, but still the file's page
+            self._map[page * PAGE]  # Makes the page present, but it still belongs to the file.
         self.write(written)
 
-    def __enter__(self) -> Mapped:
+    def __enter__(self) -> MappedImage:
         return self
 
     def __exit__(self, *exception: object) -> None:
@@ -51,24 +51,24 @@ class Mapped:
             self._map[page * PAGE : (page + 1) * PAGE] = bytes([(before + 100) % 256]) * PAGE
 
     def restore(self, page: int) -> None:
-        """Write the content of the image to a page."""
+        """Write the contents of the image to a page."""
         self._map[page * PAGE : (page + 1) * PAGE] = bytes([page + 1]) * PAGE
 
-    def content(self) -> bytes:
+    def contents(self) -> bytes:
         return self._map[:]
 
 
 def page_numbers(ram: Ram, runs: Runs) -> set[int]:
-    found = set()
+    numbers = set()
     for offset, length in zip(ram.offsets(runs), runs[:, 1].tolist(), strict=True):
-        found |= set(range(offset // PAGE, (offset + length) // PAGE))
-    return found
+        numbers |= set(range(offset // PAGE, (offset + length) // PAGE))
+    return numbers
 
 
 @settings(max_examples=40, deadline=None)
 @given(written=page_sets)
-def test_both_page_sets_find_exactly_the_written_pages(image: Path, written: set[int]) -> None:
-    with Mapped(image, written) as mapped:
+def test_pagemap_and_scan_list_exactly_the_written_pages(image: Path, written: set[int]) -> None:
+    with MappedImage(image, written) as mapped:
         (area,) = mapped.ram.areas
         if written:
             assert page_numbers(mapped.ram, listing._read_pagemap(os.getpid(), area, listing._is_anonymous)) == written
@@ -79,78 +79,78 @@ def test_both_page_sets_find_exactly_the_written_pages(image: Path, written: set
 
 
 @settings(max_examples=30, deadline=None)
-@given(written=page_sets, held=st.sampled_from([PAGE, 3 * PAGE, copying.HELD_BYTES]), running=page_sets)
-def test_image_becomes_the_memory(image: Path, written: set[int], held: int, running: set[int]) -> None:
-    """Some pages are copied while the machine runs, and then again; the rest is held."""
+@given(written=page_sets, max_buffered=st.sampled_from([PAGE, 3 * PAGE, copying.MAX_BUFFERED_BYTES]), early=page_sets)
+def test_copied_image_equals_the_memory(image: Path, written: set[int], max_buffered: int, early: set[int]) -> None:
+    """Pages written early are copied while the machine runs, and again at the end. Pages written later are buffered."""
     copy = image.with_name("copy")
     copy.write_bytes(image.read_bytes())
-    with Mapped(image, running) as mapped, pytest.MonkeyPatch.context() as patch, copy.open("r+b") as file:
-        patch.setattr(copying, "HELD_BYTES", held)
+    with MappedImage(image, early) as mapped, pytest.MonkeyPatch.context() as patch, copy.open("r+b") as file:
+        patch.setattr(copying, "MAX_BUFFERED_BYTES", max_buffered)
         patch.setattr(copying, "_PIECE_BYTES", 2 * PAGE)
         with image.open("rb") as base:
             copier = Copier(mapped.ram, file.fileno(), base.fileno())
-            earlier = listing.list_anonymous(mapped.ram)
-            copier.copy(earlier)
+            first = listing.list_anonymous(mapped.ram)
+            copier.copy(first)
             mapped.write(written)
             copier.reserve(1 << 16)
-            copier.hold(union(earlier, listing.list_anonymous(mapped.ram)))
-            copier.write_held()
-        assert copy.read_bytes() == mapped.content()
+            copier.buffer(union(first, listing.list_anonymous(mapped.ram)))
+            copier.write_buffered()
+        assert copy.read_bytes() == mapped.contents()
 
 
-def test_pages_that_equal_the_base_are_not_written(image: Path, tmp_path: Path) -> None:
+def test_copier_skips_pages_that_equal_the_base(image: Path, tmp_path: Path) -> None:
     copy = tmp_path / "copy"
     copy.write_bytes(image.read_bytes())
-    with Mapped(image, {3, 4, 9}) as mapped, copy.open("r+b") as file, image.open("rb") as base:
+    with MappedImage(image, {3, 4, 9}) as mapped, copy.open("r+b") as file, image.open("rb") as base:
         mapped.restore(4)
         copier = Copier(mapped.ram, file.fileno(), base.fileno())
-        copier.hold(listing.list_anonymous(mapped.ram))
-        copier.write_held()
+        copier.buffer(listing.list_anonymous(mapped.ram))
+        copier.write_buffered()
         assert copier.written == 2 * PAGE
-        assert copy.read_bytes() == mapped.content()
+        assert copy.read_bytes() == mapped.contents()
 
 
-def test_without_a_base_empty_pages_stay_holes(tmp_path: Path) -> None:
+def test_copier_without_a_base_leaves_holes_for_empty_pages(tmp_path: Path) -> None:
     blank, copy = tmp_path / "blank", tmp_path / "copy"
     for each in (blank, copy):
         with each.open("wb") as file:
             file.truncate(PAGES * PAGE)
-    with Mapped(blank, {3, 4, 60}) as mapped, copy.open("r+b") as file:
+    with MappedImage(blank, {3, 4, 60}) as mapped, copy.open("r+b") as file:
         copier = Copier(mapped.ram, file.fileno(), None)
-        copier.hold(mapped.ram.everything())
-        copier.write_held()
+        copier.buffer(mapped.ram.all_pages())
+        copier.write_buffered()
         assert copier.written == 3 * PAGE
-        assert copy.read_bytes() == mapped.content()
+        assert copy.read_bytes() == mapped.contents()
     assert copy.stat().st_blocks * 512 <= 8 * PAGE
 
 
-def test_more_runs_than_fit_into_one_call(tmp_path: Path) -> None:
+def test_read_splits_runs_over_several_system_calls(tmp_path: Path) -> None:
     count = 2500
     path = tmp_path / "base"
     with path.open("wb") as file:
         file.truncate(count * 2 * PAGE)
     with path.open("rb") as file:
-        mapped = mmap.mmap(file.fileno(), 0, mmap.MAP_PRIVATE, mmap.PROT_READ | mmap.PROT_WRITE)
+        mapping = mmap.mmap(file.fileno(), 0, mmap.MAP_PRIVATE, mmap.PROT_READ | mmap.PROT_WRITE)
     for index in range(count):
-        mapped[index * 2 * PAGE] = index % 251 + 1
+        mapping[index * 2 * PAGE] = index % 251 + 1
     ram = Ram(os.getpid(), path)
     runs = listing.list_anonymous(ram)
     assert len(runs) == count
     data = np.empty(count * PAGE, dtype=np.uint8)
     ram.read(runs, data)
     assert data[::PAGE].tolist() == [index % 251 + 1 for index in range(count)]
-    mapped.close()
+    mapping.close()
 
 
-def test_an_ended_process_is_reported(image: Path) -> None:
-    with Mapped(image, {1}) as mapped:
+def test_reading_an_ended_process_fails(image: Path) -> None:
+    with MappedImage(image, {1}) as mapped:
         runs = listing.list_anonymous(mapped.ram)
         mapped.ram.pid = 2**22 + 1
         with pytest.raises(BackendFailed, match="cannot be read"):
             mapped.ram.read(runs, np.empty(PAGE, dtype=np.uint8))
 
 
-def test_an_unmapped_file_is_refused(tmp_path: Path) -> None:
+def test_ram_refuses_a_file_that_is_not_mapped(tmp_path: Path) -> None:
     (tmp_path / "other").write_bytes(b"x")
     with pytest.raises(BackendFailed, match="does not map"):
         Ram(os.getpid(), tmp_path / "other")

@@ -1,4 +1,4 @@
-"""Each memory mode on a running machine: the captured image equals the machine's memory, byte for byte."""
+"""Test each memory mode on a running machine: the captured image must equal the machine's memory, byte for byte."""
 
 from __future__ import annotations
 
@@ -22,24 +22,24 @@ from tests.support.live import Live
 from tests.support.worlds import TEMPLATE, KvmXfsWorld
 
 CAPTURES = int(os.environ.get("GROVE_TEST_CAPTURES", "8"))
-"""Captures of each mode."""
+"""The number of captures in each mode."""
 WRITER = """
 import os, mmap, time
 os.nice(10)
 blob = mmap.mmap(-1, 24 << 20)
 disk = os.open('/dev/vda', os.O_RDONLY | os.O_DIRECT)
-into = mmap.mmap(-1, 1 << 20)
+buffer = mmap.mmap(-1, 1 << 20)
 number = 0
 while True:
     number += 1
     page = number * 7919 % (len(blob) >> 12)
     blob[page << 12 : (page << 12) + 8] = number.to_bytes(8, 'little')
     if number % 50 == 0:
-        os.preadv(disk, [into], number % 500 << 20)
+        os.preadv(disk, [buffer], number % 500 << 20)
     if number % 2000 == 0:
         time.sleep(0.01)
 """
-"""A guest that writes all the time, and reads its disk past the cache into memory."""
+"""A program for the guest that writes continuously, and reads the disk into memory, bypassing the cache."""
 
 
 @pytest.fixture
@@ -59,38 +59,38 @@ def source(live: Live) -> str:
     return "source"
 
 
-class Memories:
-    """Records the memory of a machine each time that it is about to resume: of the last stop of each capture."""
+class MemoryRecorder:
+    """Records the memory of a machine just before it resumes. After a capture, this is its memory in the last stop."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.last: NDArray[np.uint8] = np.empty(0, dtype=np.uint8)
-        resume = Machine.cont
+        original_cont = Machine.cont
 
         async def record_and_resume(machine: Machine) -> None:
             ram = Ram(machine.pid, machine.files.memory)
             self.last = np.empty(sum(area.end - area.start for area in ram.areas), dtype=np.uint8)
-            ram.read(ram.everything(), self.last)
-            await resume(machine)
+            ram.read(ram.all_pages(), self.last)
+            await original_cont(machine)
 
         monkeypatch.setattr(Machine, "cont", record_and_resume)
 
     def differences(self, image: Path) -> list[int]:
-        """The pages of ``image`` that differ from the memory."""
-        content = np.fromfile(image, dtype=np.uint8)
-        assert len(content) == len(self.last)
-        return np.flatnonzero((content != self.last).reshape(-1, PAGE).any(axis=1)).tolist()
+        """Return the numbers of the pages of ``image`` that differ from the recorded memory."""
+        contents = np.fromfile(image, dtype=np.uint8)
+        assert len(contents) == len(self.last)
+        return np.flatnonzero((contents != self.last).reshape(-1, PAGE).any(axis=1)).tolist()
 
 
 @pytest.fixture
-def memories(monkeypatch: pytest.MonkeyPatch) -> Memories:
-    return Memories(monkeypatch)
+def recorder(monkeypatch: pytest.MonkeyPatch) -> MemoryRecorder:
+    return MemoryRecorder(monkeypatch)
 
 
 def image_of(live: Live, snapshot: Snapshot) -> Path:
     return live.config.host.state_root / "snapshots" / snapshot.id / "memory.img"
 
 
-def take(live: Live) -> Snapshot:
+def capture_source(live: Live) -> Snapshot:
     return live.do(live.engine.snapshots.create("source"))
 
 
@@ -113,8 +113,8 @@ def start_writer(live: Live) -> None:
     ],
     indirect=["live"],
 )
-def test_image_equals_the_memory(
-    live: Live, source: str, memories: Memories, expected: Memory, monkeypatch: pytest.MonkeyPatch
+def test_captured_image_equals_the_memory(
+    live: Live, source: str, recorder: MemoryRecorder, expected: Memory, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(capture, "LIVE_BYTES", 1 << 40)
     if expected is Memory.SOFT_DIRTY and not listing.has_soft_dirty():
@@ -122,28 +122,28 @@ def test_image_equals_the_memory(
     start_writer(live)
     for number in range(CAPTURES):
         live.shell("source", f"sleep {random.random() / 5:.3f}")
-        snapshot = take(live)
-        first = number == 0 and expected is Memory.COMPARE
-        assert snapshot.memory is (Memory.INCREMENTAL if first else expected), snapshot.host
-        assert memories.differences(image_of(live, snapshot)) == []
+        snapshot = capture_source(live)
+        has_nothing_to_compare = number == 0 and expected is Memory.COMPARE
+        assert snapshot.memory is (Memory.INCREMENTAL if has_nothing_to_compare else expected), snapshot.host
+        assert recorder.differences(image_of(live, snapshot)) == []
         assert "degraded" not in snapshot.host
         live.do(live.engine.snapshots.delete(snapshot.id))
 
 
 def test_image_of_a_live_capture_equals_the_memory(
-    live: Live, source: str, memories: Memories, monkeypatch: pytest.MonkeyPatch
+    live: Live, source: str, recorder: MemoryRecorder, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(capture, "LIVE_BYTES", 256 << 10)
     start_writer(live)
-    rounds = []
+    stop_counts = []
     for _ in range(CAPTURES):
         live.shell("source", f"sleep {random.random() / 5:.3f}")
-        snapshot = take(live)
+        snapshot = capture_source(live)
         assert snapshot.memory is Memory.LIVE, snapshot.host
-        assert memories.differences(image_of(live, snapshot)) == []
-        rounds.append(len(snapshot.host["stops_ms"]))
+        assert recorder.differences(image_of(live, snapshot)) == []
+        stop_counts.append(len(snapshot.host["stops_ms"]))
         live.do(live.engine.snapshots.delete(snapshot.id))
-    assert max(rounds) >= 2
+    assert max(stop_counts) >= 2
 
 
 def test_fork_has_the_memory_of_the_capture(live: Live, source: str) -> None:
@@ -153,18 +153,18 @@ def test_fork_has_the_memory_of_the_capture(live: Live, source: str) -> None:
             "source", f"head -c 100000 /dev/urandom | dd of=/dev/shm/blob bs=1 seek={number}00000 conv=notrunc 2>&1"
         )
         digest = live.shell("source", "sha256sum /dev/shm/blob")
-        snapshot = take(live)
+        snapshot = capture_source(live)
         fork = live.do(live.engine.forks.create(snapshot.id, ForkSpec()))
         assert live.shell(fork.id, "sha256sum /dev/shm/blob") == digest
         live.do(live.engine.sandboxes.delete(fork.id))
 
 
-def test_only_changed_pages_are_written(live: Live, source: str) -> None:
+def test_capture_writes_only_changed_pages(live: Live, source: str) -> None:
     live.shell("source", "head -c 60000000 /dev/urandom >/dev/shm/blob")
-    take(live)
+    capture_source(live)
     for _ in range(3):
         live.shell("source", "head -c 5000000 /dev/urandom | dd of=/dev/shm/blob conv=notrunc bs=64k 2>&1")
-        snapshot = take(live)
+        snapshot = capture_source(live)
         assert 5_000_000 < snapshot.memory_bytes_written < 12_000_000, snapshot
 
 
@@ -175,7 +175,7 @@ def fail_to_write(monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(*_: object) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr("sandbox_gateway.hosts.kvm_xfs.memory.copying._pwrite", refuse)
+    monkeypatch.setattr("sandbox_gateway.hosts.kvm_xfs.memory.copying._write_all", refuse)
 
 
 def fail_to_save_devices(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -193,17 +193,19 @@ def fail_to_complete(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("failure", [fail_to_write, fail_to_save_devices, fail_to_complete])
-def test_failed_capture_loses_no_mark(live: Live, source: str, memories: Memories, failure: Failure) -> None:
+def test_capture_after_a_failed_capture_is_complete(
+    live: Live, source: str, recorder: MemoryRecorder, failure: Failure
+) -> None:
     start_writer(live)
-    take(live)
+    capture_source(live)
     for _ in range(2):
-        with pytest.MonkeyPatch.context() as broken:
-            failure(broken)
+        with pytest.MonkeyPatch.context() as patch:
+            failure(patch)
             with pytest.raises(GatewayError):
-                take(live)
-    snapshot = take(live)
+                capture_source(live)
+    snapshot = capture_source(live)
     assert snapshot.memory is Memory.WRITTEN
-    assert memories.differences(image_of(live, snapshot)) == []
+    assert recorder.differences(image_of(live, snapshot)) == []
 
 
 def machine_directory(live: Live) -> Path:
@@ -211,73 +213,73 @@ def machine_directory(live: Live) -> Path:
     return live.config.host.state_root / "sandboxes" / sandbox.id / sandbox.instance
 
 
-def cut_off(image: Path) -> None:
+def truncate(image: Path) -> None:
     image.unlink()
     image.write_bytes(b"short")
 
 
 def overwrite(image: Path) -> None:
-    content = bytearray(image.read_bytes())
+    contents = bytearray(image.read_bytes())
     image.unlink()
-    image.write_bytes(bytes(255 - byte for byte in content))
+    image.write_bytes(bytes(255 - byte for byte in contents))
 
 
 @pytest.mark.parametrize(
-    ("damage", "reason"), [(cut_off, "wrong size"), (overwrite, "has changed"), (Path.unlink, "No such file")]
+    ("damage", "reason"), [(truncate, "wrong size"), (overwrite, "has changed"), (Path.unlink, "No such file")]
 )
-def test_damaged_base_is_not_used(
+def test_capture_does_not_use_a_damaged_base(
     live: Live,
     source: str,
-    memories: Memories,
+    recorder: MemoryRecorder,
     damage: Callable[[Path], None],
     reason: str,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(capture, "LIVE_BYTES", 1 << 40)
     start_writer(live)
-    take(live)
+    capture_source(live)
     damage(machine_directory(live) / "memory.last")
-    snapshot = take(live)
+    snapshot = capture_source(live)
     assert reason in snapshot.host["degraded"]
-    assert memories.differences(image_of(live, snapshot)) == []
-    again = take(live)
-    assert (again.memory, "degraded" in again.host) == (Memory.WRITTEN, False)
-    assert memories.differences(image_of(live, again)) == []
+    assert recorder.differences(image_of(live, snapshot)) == []
+    following = capture_source(live)
+    assert (following.memory, "degraded" in following.host) == (Memory.WRITTEN, False)
+    assert recorder.differences(image_of(live, following)) == []
 
 
-def test_successor_of_a_gateway_that_ended_in_a_capture_does_not_trust_the_marks(
-    kvm_xfs_world: KvmXfsWorld, memories: Memories, monkeypatch: pytest.MonkeyPatch
+def test_gateway_ignores_marks_if_the_last_gateway_ended_during_a_capture(
+    kvm_xfs_world: KvmXfsWorld, recorder: MemoryRecorder, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(capture, "LIVE_BYTES", 1 << 40)
     config = kvm_xfs_world.config()
     live = Live(kvm_xfs_world.host(config), config)
     live.do(live.engine.forks.create(TEMPLATE, ForkSpec(names=["source"])))
     start_writer(live)
-    take(live)
-    with pytest.MonkeyPatch.context() as broken:
-        fail_to_write(broken)
+    capture_source(live)
+    with pytest.MonkeyPatch.context() as patch:
+        fail_to_write(patch)
         with pytest.raises(GatewayError):
-            take(live)
+            capture_source(live)
     live.close()
     live = Live(kvm_xfs_world.host(config), config)
-    first, second = take(live), take(live)
+    first, second = capture_source(live), capture_source(live)
     assert (first.memory, first.host["degraded"]) == (Memory.COMPARE, "an earlier capture was interrupted")
     assert (second.memory, "degraded" in second.host) == (Memory.WRITTEN, False)
-    assert memories.differences(image_of(live, second)) == []
+    assert recorder.differences(image_of(live, second)) == []
     live.remove_all()
     live.close()
     kvm_xfs_world.forget(config)
 
 
-def test_capture_without_a_tracker_uses_the_next_mode(
-    live: Live, source: str, memories: Memories, monkeypatch: pytest.MonkeyPatch
+def test_capture_without_a_tracker_uses_the_next_best_mode(
+    live: Live, source: str, recorder: MemoryRecorder, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def refuse(*_: object) -> None:
         raise OSError(1, "the page tracker failed: Operation not permitted")
 
     monkeypatch.setattr("sandbox_gateway.hosts.kvm_xfs.memory.tracker_client.TrackerClient.track", refuse)
-    take(live)
-    snapshot = take(live)
+    capture_source(live)
+    snapshot = capture_source(live)
     assert snapshot.memory in (Memory.SOFT_DIRTY, Memory.COMPARE)
     assert "not permitted" in snapshot.host["degraded"]
-    assert memories.differences(image_of(live, snapshot)) == []
+    assert recorder.differences(image_of(live, snapshot)) == []

@@ -1,5 +1,7 @@
-"""Network slots, with real packets: the guest is a network namespace whose frames pass through the slot's own tap,
-carried by a thread in the place of QEMU; "elsewhere" is another namespace behind the host.
+"""Test network slots with real packets.
+
+The guest is a network namespace. A thread, instead of QEMU, forwards its frames to and from the slot's tap. A machine
+outside is another namespace, which is routed through the host.
 """
 
 from __future__ import annotations
@@ -34,7 +36,7 @@ from sandbox_gateway.hosts.kvm_xfs.network.addresses import (
     Slot,
     host_table,
     volume_address,
-    volume_space,
+    volume_namespace,
 )
 from sandbox_gateway.hosts.kvm_xfs.network.rules import VOLUME_ACCESS
 from sandbox_gateway.hosts.kvm_xfs.network.slots import SlotPool
@@ -54,15 +56,15 @@ REFUSED = (ConnectionError, OSError)
 _libc = ctypes.CDLL(None, use_errno=True)
 
 
-# --- the world around the slots --------------------------------------------------------------------------------
+# --- the environment of the slots --------------------------------------------------------------------------------
 
 
 def run_inside(path: Path, work: Callable[[], T]) -> T:
-    """Run ``work`` in the network namespace at ``path``; the sockets and taps that it opens stay in that namespace."""
+    """Run ``work`` in the network namespace at ``path``. Sockets and taps that it opens belong to that namespace."""
     result: list[T] = []
     errors: list[BaseException] = []
 
-    def body() -> None:
+    def run() -> None:
         try:
             with path.open("rb") as file:
                 assert _libc.setns(file.fileno(), 0x40000000) == 0, os.strerror(ctypes.get_errno())
@@ -70,7 +72,7 @@ def run_inside(path: Path, work: Callable[[], T]) -> T:
         except BaseException as error:
             errors.append(error)
 
-    thread = threading.Thread(target=body)
+    thread = threading.Thread(target=run)
     thread.start()
     thread.join()
     if errors:
@@ -88,7 +90,7 @@ def run_ip(*argv: str, check: bool = True) -> None:
     subprocess.run(["ip", *argv], check=check, capture_output=True, timeout=20)
 
 
-class Space:
+class NetworkNamespace:
     """A network namespace in which tests open sockets."""
 
     def __init__(self, name: str) -> None:
@@ -107,7 +109,10 @@ class Space:
         return run_inside(self.path, lambda: socket.create_connection((address, port), timeout))
 
     def can_reach(self, address: str, port: int, *, timeout: float = 0.8) -> bool:
-        """Give a longer ``timeout`` where it should: a first packet that is lost is sent again after a second."""
+        """Return whether a connection succeeds.
+
+        If it should, pass a longer ``timeout``: a lost first packet is sent again only after a second.
+        """
         try:
             self.connect(address, port, timeout=timeout).close()
         except REFUSED:
@@ -118,32 +123,32 @@ class Space:
         run_ip("netns", "delete", self.name, check=False)
 
 
-class Guest(Space):
-    """A machine on a slot's tap. ``attach`` moves it to another slot without its notice, as a fork does."""
+class Guest(NetworkNamespace):
+    """A machine on a slot's tap. Like a fork, ``attach`` moves it to another slot without its notice."""
 
     def __init__(self, slot: Slot) -> None:
         super().__init__(slot.name.replace("-", "g"))
-        self._own = run_inside(self.path, lambda: open_tap("eth0"))
+        self._guest_tap = run_inside(self.path, lambda: open_tap("eth0"))
         self.run_ip("link", "set", "eth0", "address", GUEST_MAC, "up")
         self.run_ip("address", "add", f"{GUEST_ADDRESS}/30", "dev", "eth0")
         self.run_ip("route", "add", "default", "via", GATEWAY_ADDRESS)
         self._slot_tap = -1
-        self._stop, self._stopped = os.pipe()
+        self._stop_reader, self._stop_writer = os.pipe()
         self._thread: threading.Thread | None = None
         self.attach(slot)
 
     def attach(self, slot: Slot) -> None:
         self._detach()
         self._slot_tap = run_inside(slot.path, lambda: open_tap(slot.tap))
-        self._thread = threading.Thread(target=self._carry)
+        self._thread = threading.Thread(target=self._forward_frames)
         self._thread.start()
 
-    def _carry(self) -> None:
-        other = {self._own: self._slot_tap, self._slot_tap: self._own}
+    def _forward_frames(self) -> None:
+        other = {self._guest_tap: self._slot_tap, self._slot_tap: self._guest_tap}
         while True:
-            ready, _, _ = select.select([*other, self._stop], [], [])
-            if self._stop in ready:
-                os.read(self._stop, 1)
+            ready, _, _ = select.select([*other, self._stop_reader], [], [])
+            if self._stop_reader in ready:
+                os.read(self._stop_reader, 1)
                 return
             for source in ready:
                 with contextlib.suppress(OSError):
@@ -151,32 +156,31 @@ class Guest(Space):
 
     def _detach(self) -> None:
         if self._thread is not None:
-            os.write(self._stopped, b"x")
+            os.write(self._stop_writer, b"x")
             self._thread.join()
             os.close(self._slot_tap)
 
     def end(self) -> None:
         self._detach()
-        for descriptor in (self._own, self._stop, self._stopped):
+        for descriptor in (self._guest_tap, self._stop_reader, self._stop_writer):
             os.close(descriptor)
         super().end()
 
 
-class OutsideMachine(Space):
-    """A machine beyond the host at ``address``, which also receives ``subnet``'s packets to metadata services."""
+class OutsideMachine(NetworkNamespace):
+    """A machine outside the host at ``address``. It also receives packets from ``subnet`` to metadata services."""
 
     def __init__(self, prefix: str, subnet: str) -> None:
         super().__init__(f"{prefix}out")
         block = (int(session.run_id(), 36) * session.LANES + session.LANE) % 16384
-        near, self.address = (f"198.18.{block // 64}.{block % 64 * 4 + host}" for host in (1, 2))
-        self.host_address = near
+        self.host_address, self.address = (f"198.18.{block // 64}.{block % 64 * 4 + host}" for host in (1, 2))
         host_end = f"{prefix}o"
         run_ip("link", "add", host_end, "type", "veth", "peer", "name", "eth0", "netns", self.name)
-        run_ip("address", "add", f"{near}/30", "dev", host_end)
+        run_ip("address", "add", f"{self.host_address}/30", "dev", host_end)
         run_ip("link", "set", host_end, "up")
         self.run_ip("link", "set", "eth0", "up")
         self.run_ip("address", "add", f"{self.address}/30", "dev", "eth0")
-        # Its own table: the routes of the machine and of other tests stay unchanged.
+        # Use a separate table, so that the routes of this machine and of other tests stay unchanged.
         self._rule = ("from", subnet, "lookup", str(1000 + block))
         run_ip("rule", "add", *self._rule)
         for service in METADATA_SERVICES:
@@ -201,58 +205,59 @@ def listen(port: int, kind: socket.SocketKind = socket.SOCK_STREAM) -> socket.so
 
 
 class World:
-    """A pool with its surroundings, removed at the end."""
+    """A pool with its guests and outside machines. ``end`` removes them."""
 
     def __init__(self, pool: SlotPool, network: Network) -> None:
         self.pool = pool
         self.network = network
         self.prefix = network.prefix
-        self._spaces: list[Space] = []
+        self._namespaces: list[NetworkNamespace] = []
         self._sockets: list[socket.socket] = []
 
     def guest(self, slot: Slot) -> Guest:
-        self._spaces.append(guest := Guest(slot))
+        self._namespaces.append(guest := Guest(slot))
         return guest
 
-    def elsewhere(self) -> OutsideMachine:
-        self._spaces.append(elsewhere := OutsideMachine(self.prefix, self.network.subnet))
-        return elsewhere
+    def outside_machine(self) -> OutsideMachine:
+        self._namespaces.append(machine := OutsideMachine(self.prefix, self.network.subnet))
+        return machine
 
     def keep(self, endpoint: socket.socket) -> socket.socket:
+        """Return ``endpoint``, which ``end`` closes."""
         self._sockets.append(endpoint)
         return endpoint
 
     def end(self) -> None:
         for endpoint in self._sockets:
             endpoint.close()
-        for space in self._spaces:
-            space.end()
+        for namespace in self._namespaces:
+            namespace.end()
 
 
 @contextlib.asynccontextmanager
 async def world(*, ready: int = 0, **settings: Any) -> AsyncIterator[World]:
     network = Network(**{**session.network(), "pool": ready, **settings})
     pool = SlotPool(network)
-    around = World(pool, network)
+    surroundings = World(pool, network)
     await pool.open(set())
     try:
         async with asyncio.timeout(60):
-            yield around
+            yield surroundings
     finally:
-        around.end()
+        surroundings.end()
         await pool.destroy()
         assert traces(network.prefix) == []
         assert not has_address(volume_address(network))
 
 
 def has_address(address: str) -> bool:
-    """Whether this machine has an address."""
-    listed = subprocess.run(["ip", "-o", "address"], capture_output=True, text=True, check=True, timeout=20).stdout
-    return f" {address}/" in listed
+    """Return whether an interface of this machine has the address."""
+    output = subprocess.run(["ip", "-o", "address"], capture_output=True, text=True, check=True, timeout=20).stdout
+    return f" {address}/" in output
 
 
 def traces(prefix: str) -> list[str]:
-    """Names of all objects that slots of ``prefix`` have on the machine."""
+    """Return the names of all objects on this machine that belong to slots of ``prefix``."""
     names = [path.name for path in Path("/run/netns").iterdir()]
     names += [path.name for path in Path("/sys/class/net").iterdir()]
     tables = subprocess.run(["nft", "list", "tables"], capture_output=True, text=True, check=True, timeout=20).stdout
@@ -267,7 +272,7 @@ async def wait_for_ready_slots(pool: SlotPool, count: int) -> None:
         if len(pool._ready) >= count:
             return
         await asyncio.sleep(0.01)
-    raise AssertionError("no slots were made ready")
+    raise AssertionError(f"the pool has fewer than {count} ready slots")
 
 
 # --- packets ---------------------------------------------------------------------------------------------------
@@ -288,8 +293,8 @@ async def test_the_host_reaches_every_port_of_the_guest() -> None:
         client = w.keep(socket.socket(socket.AF_INET, socket.SOCK_DGRAM))
         client.settimeout(20)
         client.sendto(b"ping", (slot.host_address, 5300))
-        data, back = server.recvfrom(10)
-        server.sendto(data + b"pong", back)
+        data, sender = server.recvfrom(10)
+        server.sendto(data + b"pong", sender)
         assert client.recvfrom(10)[0] == b"pingpong"
 
 
@@ -303,7 +308,7 @@ async def test_only_the_gateway_reaches_agents() -> None:
         assert not connects_as(NOBODY, slot.host_address, AGENT_PORT)
         assert not connects_as(NOBODY, slot.host_address, CODE_PORT)
         for port in (AGENT_PORT, CODE_PORT):
-            assert not connects_as(0, slot.host_address, port), "another service of root's"
+            assert not connects_as(0, slot.host_address, port), "root can connect without the mark"
             w.keep(await connect(slot.host_address, port))
 
 
@@ -313,21 +318,21 @@ def connects_as(uid: int, address: str, port: int) -> bool:
 
 
 def run_python_as(uid: int, program: str, **settings: Any) -> subprocess.CompletedProcess[bytes]:
-    # Debian's interpreter: the one that runs the tests may be readable only by root.
+    # Use Debian's interpreter, because only root may be able to read the one that runs the tests.
     argv = ["/usr/bin/python3", "-I", "-c", program]
     return subprocess.run(argv, user=uid, group=uid, cwd="/", capture_output=True, timeout=20, **settings)
 
 
-async def test_the_guest_reaches_the_outside_under_the_hosts_address() -> None:
+async def test_the_guest_reaches_the_outside_from_the_hosts_address() -> None:
     async with world() as w:
         guest = w.guest(await w.pool.take(OPEN))
-        elsewhere = w.elsewhere()
-        server = w.keep(elsewhere.listen(443))
-        client = w.keep(guest.connect(elsewhere.address, 443))
+        outside = w.outside_machine()
+        server = w.keep(outside.listen(443))
+        client = w.keep(guest.connect(outside.address, 443))
         accepted, peer = server.accept()
         w.keep(accepted).sendall(b"hello")
         assert client.recv(5) == b"hello"
-        assert peer[0] == elsewhere.host_address
+        assert peer[0] == outside.host_address
         assert client.getsockname()[0] == GUEST_ADDRESS
 
 
@@ -335,19 +340,19 @@ async def test_host_services_and_other_sandboxes_are_unreachable() -> None:
     async with world() as w:
         slot, other = await w.pool.take(OPEN), await w.pool.take(NetworkPolicy(allow_out=["0.0.0.0/0"]))
         guest, neighbour = w.guest(slot), w.guest(other)
-        elsewhere = w.elsewhere()
+        outside = w.outside_machine()
         w.keep(listen(48123))
         w.keep(guest.listen(48124))
         w.keep(neighbour.listen(48124))
         assert not guest.can_reach(slot.veth_address, 48123)
         assert not guest.can_reach(GATEWAY_ADDRESS, 48123)
-        assert not guest.can_reach(elsewhere.host_address, 48123)
-        # Not even a policy that allows everything opens these.
+        assert not guest.can_reach(outside.host_address, 48123)
+        # Not even a policy that allows everything permits these connections.
         for sandbox, target in ((guest, other), (neighbour, slot)):
             assert not sandbox.can_reach(target.host_address, 48124)
             assert not sandbox.can_reach(target.veth_address, 48123)
-        assert not neighbour.can_reach(elsewhere.host_address, 48123)
-        assert not elsewhere.can_reach(slot.host_address, 48124)
+        assert not neighbour.can_reach(outside.host_address, 48123)
+        assert not outside.can_reach(slot.host_address, 48124)
 
 
 @pytest.mark.parametrize(
@@ -364,69 +369,69 @@ async def test_host_services_and_other_sandboxes_are_unreachable() -> None:
 async def test_the_policy_is_enforced(policy: NetworkPolicy, reached: bool) -> None:
     async with world() as w:
         guest = w.guest(await w.pool.take(policy))
-        elsewhere = w.elsewhere()
-        w.keep(elsewhere.listen(80))
+        outside = w.outside_machine()
+        w.keep(outside.listen(80))
         for _ in range(1 if reached else 8):
-            assert guest.can_reach(elsewhere.address, 80, timeout=20 if reached else 0.8) is reached
+            assert guest.can_reach(outside.address, 80, timeout=20 if reached else 0.8) is reached
         if not reached:
             with pytest.raises(OSError, match="No route to host"):
-                guest.connect(elsewhere.address, 80)
+                guest.connect(outside.address, 80)
 
 
-async def test_a_new_policy_applies_to_open_connections_but_not_to_the_hosts() -> None:
+async def test_a_new_policy_applies_to_open_connections_except_the_hosts() -> None:
     async with world() as w:
         slot = await w.pool.take(OPEN)
         guest = w.guest(slot)
-        elsewhere = w.elsewhere()
-        server, service = w.keep(elsewhere.listen(80)), w.keep(guest.listen(8000))
-        out = w.keep(guest.connect(elsewhere.address, 80))
-        far = w.keep(server.accept()[0])
-        inwards = w.keep(socket.create_connection((slot.host_address, 8000), 20))
-        near = w.keep(service.accept()[0])
-        far.settimeout(0.6)
+        outside = w.outside_machine()
+        server, service = w.keep(outside.listen(80)), w.keep(guest.listen(8000))
+        outbound = w.keep(guest.connect(outside.address, 80))
+        outside_end = w.keep(server.accept()[0])
+        inbound = w.keep(socket.create_connection((slot.host_address, 8000), 20))
+        guest_end = w.keep(service.accept()[0])
+        outside_end.settimeout(0.6)
 
         await w.pool.apply(slot, CLOSED)
         with contextlib.suppress(OSError):
-            out.sendall(b"secret")
+            outbound.sendall(b"secret")
         with pytest.raises(TimeoutError):
-            far.recv(6)
-        near.sendall(b"still")
-        assert inwards.recv(5) == b"still"
+            outside_end.recv(6)
+        guest_end.sendall(b"still")
+        assert inbound.recv(5) == b"still"
 
         await w.pool.apply(slot, OPEN)
-        far.settimeout(20)
-        assert far.recv(6) == b"secret"
+        outside_end.settimeout(20)
+        assert outside_end.recv(6) == b"secret"
 
 
-async def test_metadata_services_must_be_allowed_by_address() -> None:
+async def test_metadata_services_are_reachable_only_if_a_policy_lists_them() -> None:
     async with world(dns=[METADATA]) as w:
         slot = await w.pool.take(OPEN)
         guest = w.guest(slot)
-        elsewhere = w.elsewhere()
+        outside = w.outside_machine()
         for port in (80, 53):
-            w.keep(elsewhere.listen(port))
+            w.keep(outside.listen(port))
         assert not guest.can_reach(METADATA, 80)
         assert not guest.can_reach("169.254.169.254", 80)
-        assert guest.can_reach(METADATA, 53, timeout=20), "some clouds' name server is at that address"
+        assert guest.can_reach(METADATA, 53, timeout=20), "the name server of some clouds has this address"
         await w.pool.apply(slot, NetworkPolicy(allow_out=[METADATA]))
         assert guest.can_reach(METADATA, 80, timeout=20)
         await w.pool.apply(slot, CLOSED)
         assert not guest.can_reach(METADATA, 53)
 
 
-async def test_only_packets_from_the_guests_own_address_leave() -> None:
+async def test_packets_with_a_forged_source_address_are_dropped() -> None:
     async with world() as w:
         slot = await w.pool.take(OPEN)
         guest = w.guest(slot)
-        elsewhere = w.elsewhere()
-        server = w.keep(elsewhere.listen(5000, socket.SOCK_DGRAM))
+        outside = w.outside_machine()
+        server = w.keep(outside.listen(5000, socket.SOCK_DGRAM))
         guest.run_ip("address", "add", "10.99.99.99/32", "dev", "eth0")
         guest.run_ip("-6", "address", "add", "fd99::1/64", "dev", "eth0", "nodad")
 
         def send(source: str) -> None:
             with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as client:
                 client.bind((source, 0))
-                client.sendto(source.encode(), (elsewhere.address, 5000))
+                client.sendto(source.encode(), (outside.address, 5000))
 
         run_inside(guest.path, lambda: send("10.99.99.99"))
         run_inside(guest.path, lambda: send(GUEST_ADDRESS))
@@ -434,22 +439,22 @@ async def test_only_packets_from_the_guests_own_address_leave() -> None:
         server.settimeout(0.3)
         with pytest.raises(TimeoutError):
             server.recvfrom(20)
-        assert run_inside(slot.path, lambda: ipv6_of(slot.tap)) in ("1", ""), "the slot speaks no IPv6"
+        assert run_inside(slot.path, lambda: read_ipv6_switch(slot.tap)) in ("1", ""), "IPv6 is enabled in the slot"
 
 
-def ipv6_of(name: str) -> str:
+def read_ipv6_switch(name: str) -> str:
     with contextlib.suppress(FileNotFoundError):
         return Path(f"/proc/sys/net/ipv6/conf/{name}/disable_ipv6").read_text().strip()
     return ""
 
 
-async def test_a_forks_inherited_connections_are_reset() -> None:
+async def test_connections_that_a_fork_inherited_are_reset() -> None:
     async with world() as w:
         first, second = await w.pool.take(OPEN), await w.pool.take(OPEN)
         guest = w.guest(first)
-        elsewhere = w.elsewhere()
-        server = w.keep(elsewhere.listen(80))
-        client = w.keep(guest.connect(elsewhere.address, 80))
+        outside = w.outside_machine()
+        server = w.keep(outside.listen(80))
+        client = w.keep(guest.connect(outside.address, 80))
         w.keep(server.accept()[0])
         guest.attach(second)
         start = time.monotonic()
@@ -457,31 +462,29 @@ async def test_a_forks_inherited_connections_are_reset() -> None:
         with pytest.raises(ConnectionResetError):
             client.recv(1)
         assert time.monotonic() - start < 1
-        assert guest.can_reach(elsewhere.address, 80, timeout=20), (
-            "and what it opens anew works, with its old ARP cache"
-        )
+        assert guest.can_reach(outside.address, 80, timeout=20), "new connections fail with the old ARP cache"
 
 
 # --- volume servers --------------------------------------------------------------------------------------------
 
 
 def change_access(network: Network, action: str, slot: Slot, port: int) -> None:
-    """``add`` or ``delete``: grant or revoke a sandbox's access to a port of the servers' address."""
+    """Grant (``add``) or revoke (``delete``) a sandbox's access to a port of the volume servers."""
     element = f"{action} element inet {host_table(network)} {VOLUME_ACCESS} {{ {slot.host_address} . {port} }}"
     subprocess.run(["nft", element], check=True, timeout=20)
 
 
 def serve(w: World, port: int) -> socket.socket:
-    server = run_inside(volume_space(w.network), lambda: socket.create_server((volume_address(w.network), port)))
+    server = run_inside(volume_namespace(w.network), lambda: socket.create_server((volume_address(w.network), port)))
     server.settimeout(20)
     return w.keep(server)
 
 
 @pytest.mark.parametrize("policy", [OPEN, CLOSED])
-async def test_a_volume_port_leads_only_permitted_sandboxes_to_the_gateway(policy: NetworkPolicy) -> None:
+async def test_only_permitted_sandboxes_reach_a_volume_port(policy: NetworkPolicy) -> None:
     async with world() as w:
         slot, other = await w.pool.take(policy), await w.pool.take(OPEN)
-        guest, stranger = w.guest(slot), w.guest(other)
+        guest, other_guest = w.guest(slot), w.guest(other)
         port, next_port = VOLUME_PORTS[-1], VOLUME_PORTS[-1] + 1
         server, _ = serve(w, port), serve(w, next_port)
         change_access(w.network, "add", slot, port)
@@ -491,13 +494,13 @@ async def test_a_volume_port_leads_only_permitted_sandboxes_to_the_gateway(polic
         assert client.recv(5) == b"hello"
         assert peer[0] == slot.host_address
         assert not guest.can_reach(GATEWAY_ADDRESS, next_port)
-        assert not stranger.can_reach(GATEWAY_ADDRESS, port)
-        # The port is open only at the gateway's address: not at the servers' own address, nor at those of slots.
+        assert not other_guest.can_reach(GATEWAY_ADDRESS, port)
+        # The port is open only at the gateway's address, neither at the servers' own address nor at those of slots.
         for target in (volume_address(w.network), other.veth_address, slot.host_address):
             assert not guest.can_reach(target, port)
 
 
-async def test_revoked_volume_access_is_cut_off_at_once() -> None:
+async def test_revoking_volume_access_disconnects_the_sandbox_immediately() -> None:
     async with world() as w:
         slot = await w.pool.take(OPEN)
         guest = w.guest(slot)
@@ -512,10 +515,10 @@ async def test_revoked_volume_access_is_cut_off_at_once() -> None:
             accepted.recv(6)
         change_access(w.network, "add", slot, VOLUME_PORTS[0])
         accepted.settimeout(20)
-        assert accepted.recv(6) == b"secret", "a guest that is let in again goes on"
+        assert accepted.recv(6) == b"secret", "the connection does not continue after access is granted again"
 
 
-async def test_a_forks_volume_connection_is_reset_and_made_again() -> None:
+async def test_a_fork_reconnects_to_its_volume() -> None:
     async with world() as w:
         first, second = await w.pool.take(OPEN), await w.pool.take(OPEN)
         guest = w.guest(first)
@@ -536,24 +539,26 @@ async def test_a_forks_volume_connection_is_reset_and_made_again() -> None:
         assert peer[0] == second.host_address
 
 
-async def test_nobody_else_reaches_the_volume_servers() -> None:
+async def test_only_the_gateway_and_sandboxes_reach_volume_servers() -> None:
     async with world() as w:
-        elsewhere = w.elsewhere()
+        outside = w.outside_machine()
         address = volume_address(w.network)
         serve(w, VOLUME_PORTS[0])
-        elsewhere.run_ip("route", "add", f"{address}/32", "via", elsewhere.host_address)
+        outside.run_ip("route", "add", f"{address}/32", "via", outside.host_address)
         w.keep(listen(48125))
-        assert elsewhere.can_reach(elsewhere.host_address, 48125, timeout=20), "the way there is open"
-        assert not elsewhere.can_reach(address, VOLUME_PORTS[0])
+        assert outside.can_reach(outside.host_address, 48125, timeout=20), (
+            "the outside machine cannot reach the host at all"
+        )
+        assert not outside.can_reach(address, VOLUME_PORTS[0])
         assert not connects_as(NOBODY, address, VOLUME_PORTS[0])
         assert not connects_as(0, address, VOLUME_PORTS[0])
-        w.keep(await connect(address, VOLUME_PORTS[0]))  # The gateway checks the servers.
+        w.keep(await connect(address, VOLUME_PORTS[0]))  # The gateway queries the servers.
 
 
 # --- slots -----------------------------------------------------------------------------------------------------
 
 
-async def test_taking_a_ready_slot_is_free() -> None:
+async def test_taking_a_ready_slot_is_fast() -> None:
     async with world(ready=2) as w:
         await wait_for_ready_slots(w.pool, 2)
         start = time.perf_counter()
@@ -563,7 +568,7 @@ async def test_taking_a_ready_slot_is_free() -> None:
         await wait_for_ready_slots(w.pool, 2)
 
 
-async def test_the_number_of_a_returned_slot_is_not_reused_at_once() -> None:
+async def test_the_number_of_a_released_slot_is_not_reused_immediately() -> None:
     async with world() as w:
         slot = await w.pool.take(OPEN)
         await w.pool.release(slot)
@@ -576,7 +581,7 @@ async def test_the_number_of_a_returned_slot_is_not_reused_at_once() -> None:
         assert not slot.path.exists()
 
 
-async def test_exhausted_addresses_are_reported() -> None:
+async def test_take_fails_if_all_addresses_are_in_use() -> None:
     subnet = session.network()["subnet"].split("/")[0] + "/28"
     async with world(subnet=subnet, ready=1) as w:
         slots = [await w.pool.take(OPEN) for _ in range(2)]
@@ -592,7 +597,7 @@ async def test_exhausted_addresses_are_reported() -> None:
 
 
 @pytest.mark.parametrize("bad", ["example.org", "::/0", "10.0.0.0/33", ""])
-async def test_an_invalid_policy_is_refused_before_any_work(bad: str) -> None:
+async def test_an_invalid_policy_is_refused(bad: str) -> None:
     async with world() as w:
         for policy in (NetworkPolicy(allow_out=[bad]), NetworkPolicy(deny_out=[bad])):
             with pytest.raises(Invalid, match="not an IPv4 address or CIDR"):
@@ -602,14 +607,14 @@ async def test_an_invalid_policy_is_refused_before_any_work(bad: str) -> None:
             await w.pool.apply(slot, NetworkPolicy(allow_out=[bad]))
 
 
-async def test_a_cancelled_request_leaves_its_slot_for_the_next() -> None:
+async def test_a_cancelled_request_leaks_no_slot() -> None:
     async with world() as w:
         for delay in (0, 0.005, 0.02, 0.03):
-            taker = asyncio.ensure_future(w.pool.take(OPEN))
+            request = asyncio.ensure_future(w.pool.take(OPEN))
             await asyncio.sleep(delay)
-            taker.cancel()
+            request.cancel()
             with contextlib.suppress(asyncio.CancelledError):
-                await taker
+                await request
         await w.pool.close()
 
 
@@ -640,10 +645,10 @@ def can_open_tap(uid: int) -> bool:
 
 @pytest.fixture
 def network() -> Iterator[Network]:
-    chosen = Network(**{**session.network(), "pool": 1})
-    yield chosen
-    asyncio.run(SlotPool(chosen).destroy())
-    assert traces(chosen.prefix) == []
+    network = Network(**{**session.network(), "pool": 1})
+    yield network
+    asyncio.run(SlotPool(network).destroy())
+    assert traces(network.prefix) == []
 
 
 async def crash(pool: SlotPool) -> None:
@@ -668,43 +673,43 @@ async def test_a_restarted_gateway_adopts_running_slots_and_removes_the_rest(net
     try:
         assert second.adopt(slot.number) == slot
         client.sendall(b"on")
-        assert accepted.recv(2) == b"on", "connections go on"
+        assert accepted.recv(2) == b"on", "an open connection was interrupted"
         assert not unused.path.exists()
         with pytest.raises(BackendFailed, match="no longer exists"):
             second.adopt(unused.number)
-        taken = await second.take(OPEN)
-        assert taken.number != slot.number
+        new_slot = await second.take(OPEN)
+        assert new_slot.number != slot.number
         await second.apply(slot, OPEN)
     finally:
         for endpoint in (client, accepted, server):
             endpoint.close()
         guest.end()
     await second.close()
-    assert slot.path.exists(), "what is in use outlives the gateway"
+    assert slot.path.exists(), "a slot in use was removed"
 
 
 async def test_incomplete_slots_are_removed(network: Network, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The gateway dies after each of the steps of creating a slot."""
+    """Simulate that the gateway dies after each step of creating a slot."""
 
     def die(*arguments: object) -> None:
         raise KeyboardInterrupt
 
-    async def create_incomplete(number: int, module: Any, patch: str) -> None:
+    async def create_incomplete(number: int, module: Any, function: str) -> None:
         pool = SlotPool(network)
         slot = pool._slot(number)
-        with monkeypatch.context() as patched:
-            patched.setattr(module, patch, die)
+        with monkeypatch.context() as patch:
+            patch.setattr(module, function, die)
             with contextlib.suppress(BaseException):
-                run_inside(Path("/proc/self/ns/net"), lambda: links.make_slot(slot))
+                run_inside(Path("/proc/self/ns/net"), lambda: links.create_slot(slot))
 
     namespaces.share_run_netns()
     await create_incomplete(0, namespaces, "_mount")
     await create_incomplete(1, namespaces, "set_sysctl")
     await create_incomplete(2, links, "_make_tap")
-    await create_incomplete(3, links, "entered")
+    await create_incomplete(3, links, "in_namespace")
     await create_incomplete(4, links, "_index")
-    whole_but_down = SlotPool(network)._slot(5)
-    run_inside(Path("/proc/self/ns/net"), lambda: links.make_slot(whole_but_down))
+    uncommitted = SlotPool(network)._slot(5)
+    run_inside(Path("/proc/self/ns/net"), lambda: links.create_slot(uncommitted))
     assert len([name for name in traces(network.prefix) if "/" not in name]) >= 6
     pool = SlotPool(network.model_copy(update={"pool": 0}))
     await pool.open({0, 1, 2, 3, 4, 5})
@@ -716,7 +721,7 @@ async def test_incomplete_slots_are_removed(network: Network, monkeypatch: pytes
     assert traces(network.prefix) == []
 
 
-async def test_an_unopened_pool_leaves_other_rules_alone(network: Network) -> None:
+async def test_closing_an_unopened_pool_preserves_other_rules(network: Network) -> None:
     running = SlotPool(network.model_copy(update={"pool": 0}))
     await running.open(set())
     await SlotPool(network).close()
@@ -727,6 +732,6 @@ async def test_an_unopened_pool_leaves_other_rules_alone(network: Network) -> No
 # --- name servers ----------------------------------------------------------------------------------------------
 
 
-def test_unreachable_name_servers_are_left_out() -> None:
+def test_name_servers_omits_unreachable_addresses() -> None:
     servers = name_servers(Network(dns=["9.9.9.9", "127.0.0.53", "fd00::53", "9.9.9.9", "nonsense", "1.1.1.1"]))
     assert servers == ["9.9.9.9", "1.1.1.1"]

@@ -1,4 +1,4 @@
-"""The page tracker: writes of another process are tracked without its help, and without any effect on it."""
+"""Test that the page tracker tracks the writes of another process without cooperation of or effect on that process."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ for line in sys.stdin:
 
 
 class Program:
-    """A process with the name of QEMU, which maps an image and writes to the pages that it is told."""
+    """A process with the name of QEMU. It maps an image and writes to the pages that it reads from standard input."""
 
     def __init__(self, directory: Path, alarms: str) -> None:
         program = directory / "qemu-system-test"
@@ -58,20 +58,20 @@ class Program:
             text=True,
             env={"PYTHONHOME": sys.base_prefix},
         )
-        assert self._line() == "ready"
+        assert self._read_line() == "ready"
 
     @property
     def ram(self) -> Ram:
         return Ram(self.process.pid, self.image)
 
     def write(self, *numbers: int) -> int:
-        """Write to pages; return how many alarms the process has counted."""
+        """Make the process write to pages. Return how many alarms it has counted."""
         assert self.process.stdin
         self.process.stdin.write(" ".join(map(str, numbers)) + "\n")
         self.process.stdin.flush()
-        return int(self._line())
+        return int(self._read_line())
 
-    def _line(self) -> str:
+    def _read_line(self) -> str:
         assert self.process.stdout
         return self.process.stdout.readline().strip()
 
@@ -96,7 +96,7 @@ def tracker(need_root: None) -> Iterator[TrackerClient]:
 
 
 @pytest.mark.parametrize("program", ["quiet", "alarms"], indirect=True)
-def test_tracks_exactly_the_written_pages(program: Program, tracker: TrackerClient) -> None:
+def test_tracker_lists_exactly_the_written_pages(program: Program, tracker: TrackerClient) -> None:
     program.write(1, 2, 3)
     ram = program.ram
     assert not listing.is_tracked(ram)
@@ -112,7 +112,7 @@ def test_tracks_exactly_the_written_pages(program: Program, tracker: TrackerClie
 
 
 @pytest.mark.parametrize("program", ["alarms"], indirect=True)
-def test_process_loses_no_signal_and_no_state(program: Program, tracker: TrackerClient) -> None:
+def test_tracking_preserves_the_signals_and_the_state_of_the_process(program: Program, tracker: TrackerClient) -> None:
     before = program.write()
     for _ in range(50):
         tracker.track(program.process.pid, [])
@@ -130,7 +130,7 @@ def test_tracking_outlives_the_tracker(program: Program) -> None:
     assert page_numbers(ram, listing.list_written(ram, take=True)) == {5}
 
 
-def test_another_program_is_refused(tracker: TrackerClient) -> None:
+def test_tracker_refuses_other_programs(tracker: TrackerClient) -> None:
     with subprocess.Popen(["sleep", "60"]) as other:
         try:
             with pytest.raises(OSError, match=r"runs sleep, not QEMU"):
@@ -139,14 +139,12 @@ def test_another_program_is_refused(tracker: TrackerClient) -> None:
             other.send_signal(signal.SIGKILL)
 
 
-def test_process_that_has_ended_is_an_error(tracker: TrackerClient) -> None:
+def test_tracking_an_ended_process_fails(tracker: TrackerClient) -> None:
     with pytest.raises(OSError, match="the page tracker failed"):
         tracker.track(2**22 + 1, [])
 
 
-def test_pages_that_are_not_mapped_are_an_error_and_leave_the_process_intact(
-    program: Program, tracker: TrackerClient
-) -> None:
+def test_tracking_unmapped_pages_fails_and_leaves_the_process_intact(program: Program, tracker: TrackerClient) -> None:
     area = program.ram.areas[0]
     shifted = type(area)(area.end + (1 << 40), area.end + (1 << 40) + PAGE, 0)
     with pytest.raises(OSError, match="the page tracker failed"):
@@ -155,7 +153,7 @@ def test_pages_that_are_not_mapped_are_an_error_and_leave_the_process_intact(
 
 
 @pytest.mark.parametrize("request_line", [b"", b"{}\n", b"[]\n", b'{"pid": "x", "areas": []}\n', b"x" * 70_000 + b"\n"])
-def test_malformed_requests_are_answered_and_end_nothing(
+def test_tracker_answers_malformed_requests_with_an_error(
     program: Program, tracker: TrackerClient, request_line: bytes
 ) -> None:
     with socket.socket(socket.AF_UNIX) as connection:

@@ -1,4 +1,4 @@
-"""Files that share their blocks, and errors of those that cannot."""
+"""Test files that share blocks, and the errors of file systems on which they cannot."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def write_file(path: Path, size: int = 4 * MIB) -> Path:
     return path
 
 
-def test_a_clone_has_the_content_and_takes_no_space(directory: Path) -> None:
+def test_a_clone_has_equal_contents_and_takes_no_space(directory: Path) -> None:
     source = write_file(directory / "source")
     assert reflink.unique_bytes(source) == 4 * MIB
     reflink.clone(source, directory / "clone")
@@ -35,7 +35,7 @@ def test_a_clone_has_the_content_and_takes_no_space(directory: Path) -> None:
     assert reflink.has_same_extents(source, directory / "clone")
 
 
-def test_later_writes_are_not_shared(directory: Path) -> None:
+def test_writing_to_a_clone_does_not_change_the_source(directory: Path) -> None:
     source = write_file(directory / "source")
     clone = directory / "clone"
     reflink.clone(source, clone)
@@ -47,7 +47,7 @@ def test_later_writes_are_not_shared(directory: Path) -> None:
     assert not reflink.has_same_extents(source, clone)
 
 
-def test_split_extents_are_still_shared(directory: Path) -> None:
+def test_files_have_the_same_extents_after_a_third_file_split_them(directory: Path) -> None:
     source, first, second = write_file(directory / "source"), directory / "first", directory / "second"
     reflink.clone(source, first)
     reflink.clone(source, second)
@@ -58,31 +58,31 @@ def test_split_extents_are_still_shared(directory: Path) -> None:
 
 
 def test_many_extents_are_listed(directory: Path) -> None:
-    holed = write_file(directory / "holed", 24 * MIB)
+    sparse = write_file(directory / "holed", 24 * MIB)
     for index in range(1200):
-        place = ["-o", str(index * 16384), "-l", "8192"]
-        subprocess.run(["fallocate", "--punch-hole", *place, str(holed)], check=True, timeout=30)
-    found = reflink.extents(holed)
-    assert len(found) >= 1200
-    assert sum(extent.length for extent in found) == 24 * MIB - 1200 * 8192
+        position = ["-o", str(index * 16384), "-l", "8192"]
+        subprocess.run(["fallocate", "--punch-hole", *position, str(sparse)], check=True, timeout=30)
+    extents = reflink.extents(sparse)
+    assert len(extents) >= 1200
+    assert sum(extent.length for extent in extents) == 24 * MIB - 1200 * 8192
 
 
-def test_an_existing_target_is_kept(directory: Path) -> None:
+def test_clone_does_not_replace_an_existing_target(directory: Path) -> None:
     source = write_file(directory / "source")
-    (directory / "there").write_text("mine")
+    (directory / "existing").write_text("unchanged")
     with pytest.raises(FileExistsError):
-        reflink.clone(source, directory / "there")
-    assert (directory / "there").read_text() == "mine"
+        reflink.clone(source, directory / "existing")
+    assert (directory / "existing").read_text() == "unchanged"
 
 
-def test_file_systems_without_reflinks_are_refused_with_a_remedy(tmp_path: Path, need_root: None) -> None:
+def test_require_reflinks_refuses_a_file_system_without_them(tmp_path: Path, need_root: None) -> None:
     with LoopXfs(tmp_path / "image", tmp_path / "mount", size_mb=320, reflink=False) as xfs:
         with pytest.raises(Unsupported, match=r"mkfs\.xfs -m reflink=1"):
             reflink.require_reflinks(xfs.mount_point)
         assert not list(xfs.mount_point.glob(".reflink*"))
 
 
-def test_a_full_file_system_is_reported(tmp_path: Path, need_root: None) -> None:
+def test_clone_fails_on_a_full_file_system(tmp_path: Path, need_root: None) -> None:
     with LoopXfs(tmp_path / "image", tmp_path / "mount", size_mb=320) as xfs:
         source = write_file(xfs.mount_point / "source")
         with (xfs.mount_point / "filler").open("wb") as filler:

@@ -1,4 +1,4 @@
-"""Root file systems: real Debian by mmdebstrap, and trees made here that imitate others."""
+"""Test building root file systems: of Debian with mmdebstrap, and from minimal trees that these tests create."""
 
 from __future__ import annotations
 
@@ -20,34 +20,34 @@ from sandbox_gateway.hosts.kvm_xfs.template.build import build_rootfs
 from sandbox_gateway.hosts.rootfs_common import Tree
 from sandbox_gateway.recipes import Recipe, Source
 from sandbox_gateway.records import Resources
-from tests.kvm_xfs.conftest import Built, build
+from tests.kvm_xfs.conftest import BuiltRootfs, build
 from tests.support.xfs import LoopXfs
 
 pytestmark = pytest.mark.usefixtures("need_root")
 
 
-def read_file(built: Built, path: str) -> str:
+def read_file(built: BuiltRootfs, path: str) -> str:
     return _debugfs(built, f"cat {path}")
 
 
-def stat_file(built: Built, path: str) -> str:
-    """debugfs's output for a path; empty if it does not exist."""
-    text = _debugfs(built, f"stat {path}")
-    return text if "Inode:" in text else ""
+def stat_file(built: BuiltRootfs, path: str) -> str:
+    """Return debugfs's output for a path, or "" if the path does not exist."""
+    output = _debugfs(built, f"stat {path}")
+    return output if "Inode:" in output else ""
 
 
-def _debugfs(built: Built, command: str) -> str:
+def _debugfs(built: BuiltRootfs, command: str) -> str:
     argv = ["debugfs", "-R", command, str(built.image)]
     return subprocess.run(argv, capture_output=True, text=True, check=True, timeout=30).stdout
 
 
-def build_tree(path: Path, disk_mb: int = 64) -> Recipe:
+def create_recipe(path: Path, disk_mb: int = 64) -> Recipe:
     return Recipe(source=Source.ROOTFS, path=str(path), resources=Resources(disk_mb=disk_mb))
 
 
 @pytest.fixture
 def tree(tmp_path: Path) -> Path:
-    """A minimal sandbox: every file that is checked exists, but nothing in it runs."""
+    """Create a minimal tree. It has every file that a build checks, but its programs cannot run."""
     root = tmp_path / "tree"
     for directory in ("usr/bin", "usr/sbin", "usr/lib/systemd", "boot", "etc/skel", "dev", "home", "root"):
         (root / directory).mkdir(parents=True)
@@ -70,7 +70,7 @@ def tree(tmp_path: Path) -> Path:
 # --- Debian ----------------------------------------------------------------------------------------------------
 
 
-def test_debian_contains_everything_a_sandbox_needs(debian: Built) -> None:
+def test_debian_contains_everything_a_sandbox_needs(debian: BuiltRootfs) -> None:
     assert debian.kernel.read_bytes()[0x202:0x206] == b"HdrS"
     assert debian.initrd.stat().st_size < 16 << 20
     initrd = gzip.decompress(debian.initrd.read_bytes())
@@ -78,8 +78,8 @@ def test_debian_contains_everything_a_sandbox_needs(debian: Built) -> None:
     assert b"bin/udevadm\0" not in initrd and b"scripts/init-top/udev\0" not in initrd
     assert stat_file(debian, "/opt/sandbox_agent/__main__.py")
     assert "cpython-3" in _debugfs(debian, "ls /opt/sandbox_agent/__pycache__")
-    wants = stat_file(debian, "/etc/systemd/system/multi-user.target.wants/sandbox-agent.service")
-    assert "/etc/systemd/system/sandbox-agent.service" in wants
+    link = stat_file(debian, "/etc/systemd/system/multi-user.target.wants/sandbox-agent.service")
+    assert "/etc/systemd/system/sandbox-agent.service" in link
     assert GUEST_ADDRESS in read_file(debian, "/usr/local/lib/sandbox/network")
     assert GATEWAY_ADDRESS in read_file(debian, "/usr/local/lib/sandbox/network")
     assert "user:x:1000:1000::/home/user:/bin/bash" in read_file(debian, "/etc/passwd")
@@ -93,7 +93,7 @@ def test_debian_contains_everything_a_sandbox_needs(debian: Built) -> None:
     assert not stat_file(debian, "/dev/console")
 
 
-def test_debians_image_is_clean_sparse_and_fully_initialised(debian: Built) -> None:
+def test_debian_image_is_clean_sparse_and_fully_initialised(debian: BuiltRootfs) -> None:
     subprocess.run(["e2fsck", "-fn", str(debian.image)], check=True, capture_output=True, timeout=60)
     status = debian.image.stat()
     assert status.st_size == 2048 << 20
@@ -102,19 +102,19 @@ def test_debians_image_is_clean_sparse_and_fully_initialised(debian: Built) -> N
     assert all("ITABLE_ZEROED" in line for line in groups.splitlines() if re.match(r"Group \d", line))
 
 
-def test_a_build_leaves_only_its_three_files(debian: Built) -> None:
+def test_a_build_leaves_only_its_three_files(debian: BuiltRootfs) -> None:
     assert {path.name for path in debian.image.parent.iterdir()} == {"rootfs.img", "kernel", "initrd"}
 
 
-def test_a_second_debian_build_downloads_nothing(debian: Built, tmp_path: Path) -> None:
+def test_a_second_debian_build_downloads_nothing(debian: BuiltRootfs, tmp_path: Path) -> None:
     from tests.support import session
 
-    again = build(Recipe(), tmp_path, session.cache_dir())
-    assert again.lines[0].startswith("using the cached root file system")
-    assert read_file(again, "/etc/machine-id") != read_file(debian, "/etc/machine-id")
+    second = build(Recipe(), tmp_path, session.cache_dir())
+    assert second.lines[0].startswith("using the cached root file system")
+    assert read_file(second, "/etc/machine-id") != read_file(debian, "/etc/machine-id")
 
 
-def test_errors_of_apt_reach_the_caller() -> None:
+def test_build_failure_contains_the_errors_of_apt() -> None:
     tail = ["I: installing", "Reading package lists...", "E: Unable to locate package nonesuch", "W: later"]
     error = rootfs_common._failure(["unshare", "mmdebstrap"], 25, tail)
     assert str(error) == "mmdebstrap failed (25): E: Unable to locate package nonesuch"
@@ -137,29 +137,29 @@ async def test_a_cancelled_build_leaves_no_process_mount_or_file(tmp_path: Path,
     task.cancel()
     with pytest.raises(asyncio.CancelledError):
         await task
-    assert leftovers(tmp_path) == []
+    assert list_leftovers(tmp_path) == []
 
 
-def leftovers(place: Path) -> list[str]:
-    """The files, mounts and processes that a build left behind."""
-    found = [path.name for path in place.iterdir() if path.name != "cache"]
-    found += [line for line in Path("/proc/self/mounts").read_text().splitlines() if str(place) in line]
-    listed = subprocess.run(["pgrep", "-f", str(place)], capture_output=True, text=True, check=False)
-    return found + listed.stdout.split()
+def list_leftovers(directory: Path) -> list[str]:
+    """Return the files, mounts and processes that a build has left behind."""
+    files = [path.name for path in directory.iterdir() if path.name != "cache"]
+    mounts = [line for line in Path("/proc/self/mounts").read_text().splitlines() if str(directory) in line]
+    pgrep = subprocess.run(["pgrep", "-f", str(directory)], capture_output=True, text=True, check=False)
+    return [*files, *mounts, *pgrep.stdout.split()]
 
 
-# --- given trees -----------------------------------------------------------------------------------------------
+# --- foreign trees -----------------------------------------------------------------------------------------------
 
 
 def test_a_directory_becomes_an_image_and_stays_unchanged(tree: Path, tmp_path: Path) -> None:
     before = sorted(str(path) for path in tree.rglob("*"))
-    built = build(build_tree(tree), tmp_path)
-    assert built.kernel.read_text() == "kernel 6.1.0-10-cloud", "the newest"
+    built = build(create_recipe(tree), tmp_path)
+    assert built.kernel.read_text() == "kernel 6.1.0-10-cloud", "the build did not choose the newest kernel"
     assert built.initrd.read_text() == "initrd 6.1.0-10-cloud"
     assert read_file(built, "/usr/bin/python3.11") == "python"
     assert stat_file(built, "/opt/sandbox_agent/__main__.py")
     assert "user:x:1000:1000::/home/user:/bin/sh" in read_file(built, "/etc/passwd")
-    assert not stat_file(built, "/etc/sudoers.d/sandbox"), "no sudo, no rule for it"
+    assert not stat_file(built, "/etc/sudoers.d/sandbox"), "a sudo rule was created, although sudo is missing"
     assert sorted(str(path) for path in tree.rglob("*")) == before
 
 
@@ -175,7 +175,7 @@ def test_tarballs_with_any_compression_are_accepted(
     tarball = tmp_path / f"tree{suffix}"
     members = [root] if root == "." else sorted(path.name for path in tree.iterdir())
     subprocess.run(["tar", *options, "-C", str(tree), "-cf", str(tarball), *members], check=True, timeout=60)
-    built = build(build_tree(tarball), tmp_path)
+    built = build(create_recipe(tarball), tmp_path)
     assert read_file(built, "/usr/bin/python3.11") == "python"
     assert re.search(r"User:\s+1234 +Group:\s+1235", stat_file(built, "/home"))
     assert not stat_file(built, "/dev/zero")
@@ -195,43 +195,43 @@ def test_missing_files_of_a_tree_are_reported(tree: Path, tmp_path: Path, patter
     for path in tree.glob(pattern):
         path.unlink()
     with pytest.raises(Invalid, match=MISSING[pattern]):
-        build(build_tree(tree), tmp_path)
+        build(create_recipe(tree), tmp_path)
     assert {path.name for path in tmp_path.iterdir()} == {"tree"}
 
 
-def test_other_inits_and_old_pythons_are_refused(tree: Path, tmp_path: Path) -> None:
+def test_trees_with_another_init_or_an_old_python_are_refused(tree: Path, tmp_path: Path) -> None:
     (tree / "usr/bin/python3").unlink()
     (tree / "usr/bin/python3").symlink_to("python3.11")
     (tree / "usr/bin/python3.11").rename(tree / "usr/bin/python3.8")
     (tree / "usr/bin/python3").unlink()
     (tree / "usr/bin/python3").symlink_to("python3.8")
-    with pytest.raises(Invalid, match=r"is 3.8: the agent needs Python 3.9"):
-        build(build_tree(tree), tmp_path)
+    with pytest.raises(Invalid, match=r"is 3.8: install Python 3.9"):
+        build(create_recipe(tree), tmp_path)
     (tree / "usr/bin/busybox").write_text("")
     (tree / "usr/sbin/init").unlink()
     (tree / "usr/sbin/init").symlink_to("../bin/busybox")
     with pytest.raises(Invalid, match="is busybox, but systemd must start the agent: install systemd"):
-        build(build_tree(tree), tmp_path)
+        build(create_recipe(tree), tmp_path)
 
 
-def test_a_missing_path_or_invalid_tarball(tmp_path: Path) -> None:
+def test_a_missing_path_and_an_invalid_tarball_are_refused(tmp_path: Path) -> None:
     with pytest.raises(Invalid, match="does not exist"):
-        build(build_tree(tmp_path / "nothing"), tmp_path)
+        build(create_recipe(tmp_path / "nothing"), tmp_path)
     (tmp_path / "text").write_text("not a tarball" * 100)
     with pytest.raises(BackendFailed, match="tar failed"):
-        build(build_tree(tmp_path / "text"), tmp_path)
+        build(create_recipe(tmp_path / "text"), tmp_path)
 
 
 def test_a_tree_that_contains_the_gateways_state_is_not_copied_into_itself(tree: Path) -> None:
     with pytest.raises(Invalid, match="contains the gateway's own state"):
-        build(build_tree(tree), tree)
+        build(create_recipe(tree), tree)
 
 
-def test_links_in_a_hostile_tree_cannot_escape_it(tree: Path, tmp_path: Path) -> None:
+def test_links_in_a_hostile_tree_cannot_lead_outside(tree: Path, tmp_path: Path) -> None:
     outside = tmp_path / "outside"
     outside.mkdir()
-    for victim in ("passwd", "resolv.conf", "hostname"):
-        (outside / victim).write_text("mine")
+    for name in ("passwd", "resolv.conf", "hostname"):
+        (outside / name).write_text("unchanged")
     (tree / "etc/passwd").unlink()
     (tree / "etc/passwd").symlink_to(outside / "passwd")
     (tree / "etc/resolv.conf").symlink_to(outside / "resolv.conf")
@@ -240,13 +240,13 @@ def test_links_in_a_hostile_tree_cannot_escape_it(tree: Path, tmp_path: Path) ->
     (tree / "opt").symlink_to("../" * 20 + str(outside))
     (tree / "boot/vmlinuz-9.9").symlink_to("/etc/hostname")
     (tree / "boot/initrd.img-9.9").symlink_to(outside / "hostname")
-    built = build(build_tree(tree), tmp_path)
+    built = build(create_recipe(tree), tmp_path)
     assert sorted(path.name for path in outside.iterdir()) == ["hostname", "passwd", "resolv.conf"]
-    assert all(path.read_text() == "mine" for path in outside.iterdir())
+    assert all(path.read_text() == "unchanged" for path in outside.iterdir())
     assert built.kernel.read_text() == "kernel 6.1.0-10-cloud"
 
 
-def test_a_hostile_tarball_writes_nothing_outside(tree: Path, tmp_path: Path) -> None:
+def test_a_hostile_tarball_cannot_write_outside_the_tree(tree: Path, tmp_path: Path) -> None:
     outside = tmp_path / "outside"
     outside.mkdir()
     extra = tmp_path / "extra"
@@ -264,38 +264,38 @@ def test_a_hostile_tarball_writes_nothing_outside(tree: Path, tmp_path: Path) ->
         check=True,
     )
     with contextlib.suppress(GatewayError):
-        build(build_tree(tarball), tmp_path)
+        build(create_recipe(tarball), tmp_path)
     assert list(outside.iterdir()) == []
 
 
-def test_a_tree_too_large_for_its_disk_is_refused_with_its_size(tree: Path, tmp_path: Path) -> None:
+def test_a_tree_that_exceeds_its_disk_is_refused_with_the_required_size(tree: Path, tmp_path: Path) -> None:
     (tree / "usr/large").write_bytes(os.urandom(80 << 20))
     with pytest.raises(
         Invalid, match=r"\(\d\d MiB\) does not fit on a disk of 64 MiB: set diskSizeMB to (\d+) or more"
     ):
-        build(build_tree(tree), tmp_path)
+        build(create_recipe(tree), tmp_path)
     with pytest.raises(Invalid) as refused:
-        build(build_tree(tree), tmp_path)
+        build(create_recipe(tree), tmp_path)
     match = re.search(r"set diskSizeMB to (\d+)", refused.value.message)
     assert match
-    build(build_tree(tree, int(match[1])), tmp_path)
+    build(create_recipe(tree, int(match[1])), tmp_path)
 
 
-def test_a_full_host_is_reported_and_cleaned_up(tree: Path, tmp_path: Path) -> None:
+def test_build_on_a_full_host_fails_and_cleans_up(tree: Path, tmp_path: Path) -> None:
     with LoopXfs(tmp_path / "small.xfs", tmp_path / "small", size_mb=320) as small:
         (tree / "usr/large").write_bytes(os.urandom(300 << 20))
         with pytest.raises(NoSpace, match="disk is full"):
-            build(build_tree(tree, 1024), small.mount_point)
+            build(create_recipe(tree, 1024), small.mount_point)
         assert not list(small.mount_point.iterdir())
 
 
 def test_an_existing_user_of_the_tree_stays_unchanged(tree: Path, tmp_path: Path) -> None:
     (tree / "etc/passwd").write_text("user:x:77:77::/srv:/bin/sh")
-    built = build(build_tree(tree), tmp_path)
+    built = build(create_recipe(tree), tmp_path)
     assert read_file(built, "/etc/passwd") == "user:x:77:77::/srv:/bin/sh"
     (tree / "etc/passwd").write_text("debian:x:1000:1000::/home/debian:/bin/sh")
     assert (
-        read_file(build(build_tree(tree), tmp_path), "/etc/passwd").splitlines()[1]
+        read_file(build(create_recipe(tree), tmp_path), "/etc/passwd").splitlines()[1]
         == "user:x:1001:1001::/home/user:/bin/sh"
     )
 
@@ -309,14 +309,14 @@ def test_paths_resolve_as_in_the_guest(tmp_path: Path) -> None:
     (tmp_path / "a/up").symlink_to("../../../../a")
     (tmp_path / "loop").symlink_to("loop")
     tree = Tree(tmp_path)
-    assert tree.real("/absolute/x") == tmp_path / "a/b/x"
-    assert tree.real("/a/up/b/../../../../etc") == tmp_path / "etc"
-    assert tree.real("/absolute", follow=False) == tmp_path / "absolute"
+    assert tree.resolve("/absolute/x") == tmp_path / "a/b/x"
+    assert tree.resolve("/a/up/b/../../../../etc") == tmp_path / "etc"
+    assert tree.resolve("/absolute", follow=False) == tmp_path / "absolute"
     with pytest.raises(Invalid, match="loop"):
-        tree.real("/loop/x")
+        tree.resolve("/loop/x")
 
 
-def test_the_hosts_package_sources_for_a_suite(tmp_path: Path) -> None:
+def test_host_sources_returns_only_main_sources_of_the_suite(tmp_path: Path) -> None:
     (tmp_path / "sources.list.d").mkdir()
     (tmp_path / "sources.list").write_text(
         "# deb http://commented.example/debian bookworm main\n"
@@ -341,7 +341,7 @@ def test_the_hosts_package_sources_for_a_suite(tmp_path: Path) -> None:
     assert host_sources("bookworm", tmp_path / "nowhere") == ""
 
 
-def test_log_lines_arrive_as_they_are_written(tmp_path: Path) -> None:
+def test_stream_passes_each_line_to_the_log(tmp_path: Path) -> None:
     async def test() -> list[str]:
         lines: list[str] = []
         await rootfs_common.stream(["sh", "-c", "printf 'a\\rb\\n\\nc'; printf d >&2"], lines.append)

@@ -1,4 +1,4 @@
-"""Snapshots on disk: what is durable when, and what a scan does with what is not."""
+"""Test when snapshots become durable, and how a scan handles snapshots that are not."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from sandbox_gateway.records import Snapshot, SnapshotKind
 
 @pytest.fixture
 def synced(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """Names of the files and directories that were synced."""
+    """The names of the files and directories that were synced."""
     names: list[str] = []
     monkeypatch.setattr(directory_records.os, "fsync", lambda descriptor: names.append(_name_of(descriptor)))
     monkeypatch.setattr(reflink, "unique_bytes", lambda path: 0)
@@ -48,13 +48,13 @@ def scan(store: Snapshots) -> tuple[list[str], list[str]]:
     return [snapshot.id for snapshot in store.scan(repaired)], repaired
 
 
-def test_snapshot_is_durable_when_it_is_committed(store: Snapshots, synced: list[str]) -> None:
+def test_commit_syncs_a_snapshot(store: Snapshots, synced: list[str]) -> None:
     snapshot = commit(store, SnapshotKind.SNAPSHOT)
     assert {"rootfs.img", ".partial-manifest.json", f".partial-{snapshot.id}", "snapshots"} <= set(synced)
     assert scan(store) == ([snapshot.id], [])
 
 
-def test_source_of_clones_is_synced_later(store: Snapshots, synced: list[str]) -> None:
+def test_commit_leaves_a_transient_snapshot_unsynced_until_sync(store: Snapshots, synced: list[str]) -> None:
     snapshot = commit(store, SnapshotKind.TRANSIENT)
     assert synced == []
     store.sync(snapshot)
@@ -71,7 +71,7 @@ def test_sync_of_a_removed_snapshot_does_nothing(store: Snapshots) -> None:
     assert scan(store) == ([], [])
 
 
-def test_source_of_clones_survives_the_end_of_the_gateway(store: Snapshots, synced: list[str]) -> None:
+def test_scan_syncs_a_transient_snapshot_after_a_gateway_restart(store: Snapshots, synced: list[str]) -> None:
     snapshot = commit(store, SnapshotKind.TRANSIENT)
     assert scan(store) == ([snapshot.id], [])
     assert "rootfs.img" in synced
@@ -80,7 +80,7 @@ def test_source_of_clones_survives_the_end_of_the_gateway(store: Snapshots, sync
 
 @pytest.mark.usefixtures("synced")
 @pytest.mark.parametrize("manifest", ["", "{}", None])
-def test_unsynced_source_of_clones_does_not_survive_a_reboot(
+def test_scan_removes_an_unsynced_transient_snapshot_after_a_reboot(
     store: Snapshots, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, manifest: str | None
 ) -> None:
     snapshot = commit(store, SnapshotKind.TRANSIENT)
@@ -88,6 +88,6 @@ def test_unsynced_source_of_clones_does_not_survive_a_reboot(
         (store.path(snapshot) / "manifest.json").write_text(manifest)
     (tmp_path / "boot_id").write_text("another\n")
     monkeypatch.setattr(snapshots, "_BOOT_ID", tmp_path / "boot_id")
-    found, repaired = scan(store)
-    assert found == [] and not store.path(snapshot).exists()
+    ids, repaired = scan(store)
+    assert ids == [] and not store.path(snapshot).exists()
     assert repaired == [f"removed {snapshot.id}, the source of clones, which was not yet on the device"]

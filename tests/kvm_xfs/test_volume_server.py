@@ -1,5 +1,6 @@
-"""Volume servers: real nfs-ganesha processes on an XFS. The client sends arbitrary requests, from slots like
-sandboxes.
+"""Test volume servers: real nfs-ganesha processes on an XFS file system.
+
+Like sandboxes, the client sends its requests from slots. It can send arbitrary requests.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ from sandbox_gateway.hosts.kvm_xfs.network.addresses import (
     Slot,
     host_table,
     volume_address,
-    volume_space,
+    volume_namespace,
 )
 from sandbox_gateway.hosts.kvm_xfs.network.rules import VOLUME_ACCESS, apply_on_host, host_rules
 from sandbox_gateway.hosts.kvm_xfs.network.slots import SlotPool
@@ -43,9 +44,9 @@ from sandbox_gateway.hosts.kvm_xfs.volumes.server_pool import ServerPool
 from sandbox_gateway.hosts.kvm_xfs.volumes.server_process import ServerProcess, ServerSettings
 from sandbox_gateway.hosts.kvm_xfs.volumes.server_start import ServerStarter
 from sandbox_gateway.records import NetworkPolicy, new_id
-from tests.kvm_xfs.test_netns import Guest, Space, run_inside
+from tests.kvm_xfs.test_netns import Guest, NetworkNamespace, run_inside
 from tests.support import nfs3, session
-from tests.support.nfs3 import Mount, Nfs, NfsError, Refused
+from tests.support.nfs3 import Mount, Nfs, NfsError, RpcRejected
 
 OPEN = NetworkPolicy()
 LOOP_GET_STATUS64 = 0x4C05
@@ -53,43 +54,43 @@ CUT_OFF = (TimeoutError, ConnectionError)
 
 
 class Volume:
-    """The image and port of a volume."""
+    """A volume: its image, port and server."""
 
-    def __init__(self, stand: Setup, image: Path, port: int) -> None:
-        self._stand = stand
+    def __init__(self, setup: Setup, image: Path, port: int) -> None:
+        self._setup = setup
         self.id = new_id()
         self.image = image
         self.port = port
 
     async def serve(self, clients: Mapping[Slot, bool]) -> None:
         wanted = {slot.host_address: read_only for slot, read_only in clients.items()}
-        await self._stand.servers.serve(self.id, self.image, self.port, wanted)
+        await self._setup.servers.serve(self.id, self.image, self.port, wanted)
 
-    def mount_volume(self, guest: Space, path: str = "", *, source: int = 0, seconds: float = 3) -> bytes:
+    def mount_volume(self, guest: NetworkNamespace, path: str = "", *, source: int = 0, seconds: float = 3) -> bytes:
         with run_inside(
             guest.path, lambda: Mount(GATEWAY_ADDRESS, self.port + 1, seconds=seconds, source=source)
         ) as mount:
             return mount.mount(path or f"/{self.id}")
 
-    def connect_nfs(self, guest: Space, *, uid: int = 0, source: int = 0, seconds: float = 3) -> Nfs:
-        found = run_inside(
+    def connect_nfs(self, guest: NetworkNamespace, *, uid: int = 0, source: int = 0, seconds: float = 3) -> Nfs:
+        client = run_inside(
             guest.path, lambda: Nfs(GATEWAY_ADDRESS, self.port, uid=uid, gid=uid, source=source, seconds=seconds)
         )
-        self._stand.stack.callback(found.close)
-        return found
+        self._setup.stack.callback(client.close)
+        return client
 
     @property
     def pid(self) -> int:
-        return self._stand.servers._servers[self.id].pid
+        return self._setup.servers._servers[self.id].pid
 
-    def content(self, name: str) -> bytes:
-        """The content of a file in the image, without any server."""
+    def contents(self, name: str) -> bytes:
+        """Return the contents of a file in the image, without using the server."""
         command = ["debugfs", "-R", f"cat /{name}", str(self.image)]
         return subprocess.run(command, capture_output=True, check=True, timeout=60).stdout
 
 
 class Setup:
-    """Slots and servers of a gateway; everything is removed at the end."""
+    """The slots and servers of a gateway, which ``setup`` removes at the end."""
 
     def __init__(self, network: Network, root: Path) -> None:
         self.network = network
@@ -111,7 +112,7 @@ class Setup:
         return slot, guest
 
     async def crash(self) -> None:
-        """The gateway's process is gone, but nothing else."""
+        """Simulate SIGKILL of the gateway: only the servers and the kernel's state remain."""
         for server in self.servers._servers.values():
             server.stop_watching()
         self.servers = ServerPool(self.network, self.root / "servers")
@@ -122,39 +123,42 @@ async def setup(xfs_root: Path) -> AsyncIterator[Setup]:
     network = Network(**{**session.network(), "pool": 0})
     root = xfs_root / f"volumes-{network.prefix}"
     root.mkdir()
-    made = Setup(network, root)
-    await made.pool.open(set())
-    await made.servers.open(set())
+    environment = Setup(network, root)
+    await environment.pool.open(set())
+    await environment.servers.open(set())
     try:
         async with asyncio.timeout(90):
-            yield made
+            yield environment
     finally:
-        made.stack.close()
-        await made.servers.destroy()
-        await made.pool.destroy()
+        environment.stack.close()
+        await environment.servers.destroy()
+        await environment.pool.destroy()
         assert files_of_loop_devices(root) == []
         shutil.rmtree(root)
 
 
 def files_of_loop_devices(root: Path) -> list[str]:
-    """Files under ``root`` in use by loop devices, whose own paths are useless: they are paths in a server's view."""
+    """Return the files below ``root`` that loop devices use.
+
+    Compares device and inode, because the paths of loop devices are relative to a server's root.
+    """
     files = {(each.stat().st_dev, each.stat().st_ino): str(each) for each in root.rglob("*.img")}
-    found = []
+    backing_inodes = []
     for backing in Path("/sys/block").glob("loop*/loop/backing_file"):
         with contextlib.suppress(OSError), Path("/dev", backing.parts[3]).open("rb") as device:
             status = bytearray(232)
             fcntl.ioctl(device, LOOP_GET_STATUS64, status)
-            found.append(struct.unpack_from("=QQ", status))
-    return [files[each] for each in found if each in files]
+            backing_inodes.append(struct.unpack_from("=QQ", status))
+    return [files[each] for each in backing_inodes if each in files]
 
 
 def run_command(*argv: str) -> str:
-    """The output of a command, which must succeed."""
+    """Run a command that must succeed, and return its output."""
     return subprocess.run(argv, capture_output=True, text=True, check=True, timeout=60).stdout
 
 
 async def kill_process(pid: int) -> None:
-    """Kill a process; returns when it has ended."""
+    """Kill a process and wait until it has ended."""
     pidfd = os.pidfd_open(pid)
     os.kill(pid, signal.SIGKILL)
     await asyncio.to_thread(select.select, [pidfd], [], [], 30)
@@ -162,16 +166,16 @@ async def kill_process(pid: int) -> None:
 
 
 async def wait_for_loop_devices(root: Path) -> None:
-    """Return when no loop device uses a file under ``root`` any more."""
+    """Wait until no loop device uses a file below ``root``."""
     for _ in range(2000):
         if not files_of_loop_devices(root):
             return
         await asyncio.sleep(0.02)
-    raise AssertionError(f"still there: {files_of_loop_devices(root)}")
+    raise AssertionError(f"loop devices still use {files_of_loop_devices(root)}")
 
 
 def nfs_status(procedure: Callable[..., object], *arguments: object) -> int:
-    """The NFS status of the call."""
+    """Call a procedure and return its NFS status."""
     try:
         procedure(*arguments)
     except NfsError as error:
@@ -182,7 +186,7 @@ def nfs_status(procedure: Callable[..., object], *arguments: object) -> int:
 # --- without a server ------------------------------------------------------------------------------------------
 
 
-def test_the_configuration_lists_the_permissions() -> None:
+def test_configuration_lists_each_client_with_its_access() -> None:
     text = configuration(
         "10.0.0.254", "10.0.0.253", "abc", 22004, {"10.0.0.2": False, "10.0.0.6": True, "10.0.0.10": False}, "240.1.1.1"
     )
@@ -190,11 +194,11 @@ def test_the_configuration_lists_the_permissions() -> None:
     assert "CLIENT { Clients = 10.0.0.6; Access_Type = RO; }" in text
     assert "Bind_addr = 10.0.0.254; NFS_Port = 22004; MNT_Port = 22005;" in text
     assert "Export_Id = 1; Path = /abc; Pseudo = /abc; Access_Type = None;" in text
-    only_readers = configuration("10.0.0.254", "10.0.0.253", "abc", 22004, {"10.0.0.6": True}, "240.1.1.1")
-    assert "Access_Type = RW" not in only_readers
+    read_only = configuration("10.0.0.254", "10.0.0.253", "abc", 22004, {"10.0.0.6": True}, "240.1.1.1")
+    assert "Access_Type = RW" not in read_only
 
 
-def test_a_marker_is_not_an_address_and_names_the_clients() -> None:
+def test_marker_is_a_reserved_address_that_depends_on_the_clients() -> None:
     def marker(clients: dict[str, bool]) -> str:
         return marker_of(ServerSettings("", 0, clients))
 
@@ -204,7 +208,7 @@ def test_a_marker_is_not_an_address_and_names_the_clients() -> None:
     assert marker({"a": True, "b": False}) == marker({"b": False, "a": True})
 
 
-def test_a_guests_mount_depends_only_on_the_volume() -> None:
+def test_mount_of_a_guest_is_the_same_in_every_gateway() -> None:
     servers = [ServerPool(Network(subnet=f"10.{net}.0.0/24"), Path("/nowhere")) for net in (1, 2)]
     one, other = (each.mounts("abc", 22004, "/data", False) for each in servers)
     assert one == other
@@ -214,7 +218,7 @@ def test_a_guests_mount_depends_only_on_the_volume() -> None:
     assert servers[0].mounts("abd", 22006, "/data", True).source != one.source
 
 
-async def test_a_missing_server_is_reported_with_the_package(xfs_root: Path) -> None:
+async def test_a_missing_server_program_is_reported_with_its_package(xfs_root: Path) -> None:
     async with setup(xfs_root) as s:
         servers = ServerPool(s.network, s.root / "others", ganesha="no-such-ganesha")
         volume, (slot, _) = await s.volume(), await s.guest()
@@ -238,23 +242,23 @@ async def test_writes_of_one_sandbox_are_visible_to_others_and_in_the_image(xfs_
         reader = volume.connect_nfs(guest_b)
         assert reader.read(reader.lookup(root, "file")) == b"hello"
         await s.servers.stop(volume.id)
-        assert volume.content("file") == b"hello", "nothing was committed, but all is there"
+        assert volume.contents("file") == b"hello", "data that the client did not commit was lost"
         await s.servers.stop(volume.id)
 
 
-async def test_users_are_those_of_the_sandbox(xfs_root: Path) -> None:
+async def test_files_belong_to_the_users_of_the_sandbox(xfs_root: Path) -> None:
     async with setup(xfs_root) as s:
         volume, (slot, guest) = await s.volume(), await s.guest()
         await volume.serve({slot: False})
         root = volume.mount_volume(guest)
         as_root, user, other = (volume.connect_nfs(guest, uid=uid) for uid in (0, 1000, 1001))
         assert as_root.getattr(root).mode == 0o777
-        mine = user.create(root, "mine", 0o600)
-        assert (user.getattr(mine).uid, user.getattr(mine).gid) == (1000, 1000)
-        assert nfs_status(other.read, mine) == nfs3.ACCES
-        as_root.write(mine, b"root may")
-        assert user.read(mine) == b"root may"
-        assert as_root.getattr(as_root.create(root, "roots")).uid == 0
+        private = user.create(root, "private", 0o600)
+        assert (user.getattr(private).uid, user.getattr(private).gid) == (1000, 1000)
+        assert nfs_status(other.read, private) == nfs3.ACCES
+        as_root.write(private, b"from root")
+        assert user.read(private) == b"from root"
+        assert as_root.getattr(as_root.create(root, "of-root")).uid == 0
         assert nfs_status(as_root.lookup, root, "lost+found") == nfs3.NOENT
 
 
@@ -266,28 +270,28 @@ async def test_handles_survive_a_stopped_or_killed_server(xfs_root: Path) -> Non
         file = volume.connect_nfs(guest).create(root, "file")
         volume.connect_nfs(guest).write(file, b"before")
         await s.servers.stop(volume.id)
-        # This shifts the number of the next loop device, if the kernel assigns them in order.
-        busy = run_command("losetup", "--find", "--show", str(volume.image)).strip()
+        # This changes the number of the next loop device, if the kernel assigns them in order.
+        loop_device = run_command("losetup", "--find", "--show", str(volume.image)).strip()
         try:
             await volume.serve({slot: False})
         finally:
-            run_command("losetup", "--detach", busy)
+            run_command("losetup", "--detach", loop_device)
         assert volume.mount_volume(guest) == root
         assert volume.connect_nfs(guest).read(file) == b"before"
 
-        first = volume.pid
-        await kill_process(first)
-        started = time.monotonic()
+        first_pid = volume.pid
+        await kill_process(first_pid)
+        start = time.monotonic()
         while True:
             with contextlib.suppress(OSError):
                 assert await asyncio.to_thread(lambda: volume.connect_nfs(guest, seconds=1).read(file)) == b"before"
                 break
-            assert time.monotonic() - started < 10
+            assert time.monotonic() - start < 10
             await asyncio.sleep(0.02)
-        assert volume.pid != first
+        assert volume.pid != first_pid
 
 
-async def test_used_bytes_are_known_with_and_without_a_server(xfs_root: Path) -> None:
+async def test_used_bytes_are_the_same_with_and_without_a_server(xfs_root: Path) -> None:
     async with setup(xfs_root) as s:
         volume, (slot, guest) = await s.volume(), await s.guest()
         assert await s.servers.used_bytes(volume.id, volume.image) < 1 << 20
@@ -304,9 +308,9 @@ async def test_used_bytes_are_known_with_and_without_a_server(xfs_root: Path) ->
 
 @pytest.mark.parametrize("live", [True, False])
 async def test_a_volume_grows_while_in_use(xfs_root: Path, live: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    if live and not file_system.may_resize():
-        pytest.skip("no CAP_SYS_RESOURCE here: the kernel does not let us grow what is mounted")
-    monkeypatch.setattr(file_system, "may_resize", lambda: live)
+    if live and not file_system.can_resize():
+        pytest.skip("without CAP_SYS_RESOURCE, the kernel does not grow mounted file systems")
+    monkeypatch.setattr(file_system, "can_resize", lambda: live)
 
     async with setup(xfs_root) as s:
         volume, (slot, guest) = await s.volume(64), await s.guest()
@@ -320,10 +324,10 @@ async def test_a_volume_grows_while_in_use(xfs_root: Path, live: bool, monkeypat
         assert nfs_status(lambda: [client.write(*each) for each in pieces]) == nfs3.NOSPC
         os.truncate(volume.image, 192 << 20)
         await s.servers.grow(volume.id)
-        again = volume.connect_nfs(guest)
+        second = volume.connect_nfs(guest)
         for each in pieces:
-            again.write(*each)
-        assert again.getattr(file).size == 280 << 18
+            second.write(*each)
+        assert second.getattr(file).size == 280 << 18
         await s.servers.stop(volume.id)
 
         os.truncate(volume.image, 256 << 20)
@@ -331,23 +335,21 @@ async def test_a_volume_grows_while_in_use(xfs_root: Path, live: bool, monkeypat
         assert os.statvfs(f"/proc/{volume.pid}/root/{volume.id}").f_blocks * 4096 > 200 << 20
 
 
-async def test_a_volume_that_fails_after_its_growth_is_served_later(
-    xfs_root: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(file_system, "may_resize", lambda: False)
+async def test_a_server_that_fails_after_growth_is_restarted(xfs_root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(file_system, "can_resize", lambda: False)
     monkeypatch.setattr(server_pool, "_REPLACE_SECONDS", 0.1)
 
     async with setup(xfs_root) as s:
         volume, (slot, guest) = await s.volume(), await s.guest()
         await volume.serve({slot: False})
         root = volume.mount_volume(guest)
-        fit = file_system.fit
+        original = file_system.grow_offline
 
-        async def fails(image: Path) -> None:
-            monkeypatch.setattr(file_system, "fit", fit)
+        async def fail_once(image: Path) -> None:
+            monkeypatch.setattr(file_system, "grow_offline", original)
             raise BackendFailed("forced")
 
-        monkeypatch.setattr(file_system, "fit", fails)
+        monkeypatch.setattr(file_system, "grow_offline", fail_once)
         os.truncate(volume.image, 128 << 20)
         with pytest.raises(BackendFailed, match="forced"):
             await s.servers.grow(volume.id)
@@ -359,7 +361,7 @@ async def test_a_volume_that_fails_after_its_growth_is_served_later(
         assert volume.connect_nfs(guest).getattr(root).kind == 2
 
 
-async def test_an_invalid_file_system_is_refused_and_leaves_nothing(xfs_root: Path) -> None:
+async def test_serving_an_invalid_file_system_fails_and_cleans_up(xfs_root: Path) -> None:
     async with setup(xfs_root) as s:
         volume, (slot, guest) = await s.volume(), await s.guest()
         volume.image.write_bytes(b"\0" * (64 << 20))
@@ -373,7 +375,9 @@ async def test_a_port_in_use_is_reported(xfs_root: Path) -> None:
     async with setup(xfs_root) as s:
         volume, (slot, _) = await s.volume(), await s.guest()
         with (
-            run_inside(volume_space(s.network), lambda: socket.create_server((volume_address(s.network), volume.port))),
+            run_inside(
+                volume_namespace(s.network), lambda: socket.create_server((volume_address(s.network), volume.port))
+            ),
             pytest.raises(BackendFailed, match=r"cannot be served: .*bind"),
         ):
             await volume.serve({slot: False})
@@ -394,10 +398,10 @@ async def test_changed_permissions_apply_to_open_handles_and_connections(xfs_roo
         pid = volume.pid
 
         async def change(clients: dict[Slot, bool]) -> None:
-            started = time.monotonic()
+            start = time.monotonic()
             await volume.serve(clients)
-            assert time.monotonic() - started < 2
-            assert volume.pid == pid, "the server goes on"
+            assert time.monotonic() - start < 2
+            assert volume.pid == pid, "the server was replaced"
 
         await change({a: True})
         assert nfs_status(client.write, file, b"x") == nfs3.ROFS
@@ -420,32 +424,32 @@ async def test_changed_permissions_apply_to_open_handles_and_connections(xfs_roo
             reader.read(file)
 
 
-async def test_a_server_refuses_unknown_clients_even_if_the_firewall_admits_them(xfs_root: Path) -> None:
+async def test_a_server_refuses_unknown_clients_that_the_firewall_accepts(xfs_root: Path) -> None:
     async with setup(xfs_root) as s:
         volume = await s.volume()
         (a, guest_a), (b, guest_b) = await s.guest(), await s.guest()
         await volume.serve({a: False})
         root = volume.mount_volume(guest_a)
-        # Without the host's rule, the server's own rule still applies.
+        # The host accepts the client, but the server must refuse it.
         pairs = {f"{b.host_address} . {port}" for port in (volume.port, volume.port + 1)}
         await s.servers._access.allow("other", pairs)
         assert nfs_status(volume.mount_volume, guest_b) == nfs3.ACCES
         client = volume.connect_nfs(guest_b)
         for procedure in (client.getattr, client.read, lambda handle: client.create(handle, "file")):
-            with pytest.raises(Refused):
+            with pytest.raises(RpcRejected):
                 procedure(root)
         with run_inside(guest_b.path, lambda: Mount(GATEWAY_ADDRESS, volume.port + 1)) as mount:
             assert mount.exports() == []
 
 
-async def test_a_reader_changes_nothing(xfs_root: Path) -> None:
+async def test_a_read_only_client_cannot_change_anything(xfs_root: Path) -> None:
     async with setup(xfs_root) as s:
         volume = await s.volume()
         (a, guest_a), (b, guest_b) = await s.guest(), await s.guest()
         await volume.serve({a: False, b: True})
         root = volume.mount_volume(guest_a)
         file = volume.connect_nfs(guest_a).create(root, "file", 0o666)
-        volume.connect_nfs(guest_a).write(file, b"as it was")
+        volume.connect_nfs(guest_a).write(file, b"unchanged")
         for uid in (0, 1000):
             reader = volume.connect_nfs(guest_b, uid=uid)
             for procedure, *arguments in (
@@ -459,11 +463,11 @@ async def test_a_reader_changes_nothing(xfs_root: Path) -> None:
                 (reader.rename, root, "file", root, "new"),
             ):
                 assert nfs_status(procedure, *arguments) == nfs3.ROFS
-            assert reader.read(file) == b"as it was"
+            assert reader.read(file) == b"unchanged"
             assert nfs_status(reader.lookup, root, "new") == nfs3.NOENT
 
 
-async def test_low_and_high_source_ports_are_treated_alike(xfs_root: Path) -> None:
+async def test_clients_can_use_any_source_port(xfs_root: Path) -> None:
     async with setup(xfs_root) as s:
         volume, (slot, guest) = await s.volume(), await s.guest()
         await volume.serve({slot: False})
@@ -491,9 +495,9 @@ async def test_no_path_leads_out_of_the_volume(xfs_root: Path) -> None:
         client.symlink(root, "out", "/usr")
         assert nfs_status(volume.mount_volume, guest, f"/{volume.id}/out") != nfs3.OK
         out = client.lookup(root, "out")
-        assert client.getattr(out).kind == 5, "the link, not what it names"
+        assert client.getattr(out).kind == 5, "lookup followed the symbolic link"
         assert nfs_status(client.lookup, out, "bin") != nfs3.OK
-        # Names with slashes, which no normal client sends; the server passes them to the kernel.
+        # The server passes names with slashes, which no normal client sends, to the kernel.
         for name in (
             "/usr",
             "../usr",
@@ -515,7 +519,7 @@ async def test_no_path_leads_out_of_the_volume(xfs_root: Path) -> None:
             assert nfs_status(client.rename, root, "file", root, name) != nfs3.OK
             assert nfs_status(client.rename, root, name, root, "stolen") != nfs3.OK
         assert nfs_status(client.mknod, root, "disk", 8, 0) == nfs3.PERM
-        assert volume.mount_volume(guest) == root, "it serves on"
+        assert volume.mount_volume(guest) == root, "the server does not answer any longer"
 
 
 async def test_no_handle_leads_out_of_the_volume(xfs_root: Path) -> None:
@@ -533,40 +537,40 @@ async def test_no_handle_leads_out_of_the_volume(xfs_root: Path) -> None:
         inodes = {volume.connect_nfs(guest_a).getattr(root).fileid, 12}
 
         def check_handle(handle: bytes) -> None:
-            """Check that a made-up handle is refused, or refers to a file of this volume."""
+            """Check that a forged handle is refused or refers to a file of this volume."""
             client = volume.connect_nfs(guest_a)
             try:
-                found = client.getattr(handle)
-            except (NfsError, Refused, OSError):
+                attributes = client.getattr(handle)
+            except (NfsError, RpcRejected, OSError):
                 return
-            assert found.fsid == client.getattr(root).fsid
-            assert found.fileid in inodes | {8}, handle.hex()
+            assert attributes.fsid == client.getattr(root).fsid
+            assert attributes.fileid in inodes | {8}, handle.hex()
             assert nfs_status(client.lookup, handle, "secret") != nfs3.OK
             with contextlib.suppress(NfsError):
                 assert client.read(handle) != b"secret"
 
-        at = root.index(filesystem_id(f"/proc/{volume.pid}/root/{volume.id}"))
+        position = root.index(filesystem_id(f"/proc/{volume.pid}/root/{volume.id}"))
         check_handle(others_root)
         check_handle(secret)
-        for place in range(len(root)):
+        for index in range(len(root)):
             for change in (0x01, 0x80, 0xFF):
-                check_handle(root[:place] + bytes([root[place] ^ change]) + root[place + 1 :])
-        # Other file systems in the server's view: the host's own, by their number and root.
+                check_handle(root[:index] + bytes([root[index] ^ change]) + root[index + 1 :])
+        # Other file systems: those of the host, by their number and root.
         for path in ("/usr", "/", str(s.root), "/proc", "/dev", f"/proc/{volume.pid}/root"):
             for inode in (2, 1, 64, 128, os.lstat(path).st_ino & 0xFFFFFFFF):
-                made_up = root[:at] + filesystem_id(path) + b"\x01" + struct.pack("<II", inode, 0)
-                check_handle(made_up.ljust(len(root), b"\0"))
+                forged = root[:position] + filesystem_id(path) + b"\x01" + struct.pack("<II", inode, 0)
+                check_handle(forged.ljust(len(root), b"\0"))
         for handle in (b"", b"\0" * 64, b"\xff" * 64, root[:5], root * 2, os.urandom(64)):
             check_handle(handle)
-        assert volume.connect_nfs(guest_a).getattr(root).kind == 2, "it serves on"
+        assert volume.connect_nfs(guest_a).getattr(root).kind == 2, "the server does not answer any longer"
 
 
 def filesystem_id(path: str) -> bytes:
-    """The number of a file system, as in handles."""
+    """Return the number of a file system as it appears in handles."""
     return struct.pack("<Q", os.statvfs(path).f_fsid)
 
 
-async def test_a_removed_file_is_gone_for_holders_of_its_handle(xfs_root: Path) -> None:
+async def test_the_handle_of_a_removed_file_is_stale(xfs_root: Path) -> None:
     async with setup(xfs_root) as s:
         volume, (slot, guest) = await s.volume(), await s.guest()
         await volume.serve({slot: False})
@@ -575,8 +579,8 @@ async def test_a_removed_file_is_gone_for_holders_of_its_handle(xfs_root: Path) 
         file = client.create(root, "file")
         client.write(file, b"old")
         client.remove(root, "file")
-        reborn = client.create(root, "another")
-        client.write(reborn, b"new")
+        another = client.create(root, "another")
+        client.write(another, b"new")
         assert nfs_status(client.read, file) == nfs3.STALE
 
 
@@ -585,54 +589,58 @@ async def test_handles_after_a_rollback_refer_to_existing_files(xfs_root: Path) 
         volume, (slot, guest) = await s.volume(), await s.guest()
         await volume.serve({slot: False})
         root = volume.mount_volume(guest)
-        kept = volume.connect_nfs(guest).create(root, "kept")
-        volume.connect_nfs(guest).write(kept, b"then")
+        captured = volume.connect_nfs(guest).create(root, "captured")
+        volume.connect_nfs(guest).write(captured, b"old")
         old = volume.image.with_suffix(".old")
         async with s.servers.frozen(volume.id):
             reflink.clone(volume.image, old)
-        volume.connect_nfs(guest).write(kept, b"now")
+        volume.connect_nfs(guest).write(captured, b"new")
         late = volume.connect_nfs(guest).create(root, "late")
         await s.servers.stop(volume.id)
         old.rename(volume.image)
         await volume.serve({slot: False})
         client = volume.connect_nfs(guest)
-        assert client.read(kept) == b"then"
+        assert client.read(captured) == b"old"
         assert nfs_status(client.read, late) == nfs3.STALE
         client.write(client.create(root, "later"), b"other")
-        assert nfs_status(client.read, late) == nfs3.STALE, "though a new file may have its inode"
+        assert nfs_status(client.read, late) == nfs3.STALE, "the handle refers to a new file with the same inode"
 
 
-async def test_nothing_but_nfs_3_and_mount_is_served(xfs_root: Path) -> None:
+async def test_a_server_serves_only_nfs_3_and_mount(xfs_root: Path) -> None:
     async with setup(xfs_root) as s:
         volume, (slot, guest) = await s.volume(), await s.guest()
         await volume.serve({slot: False})
         for port in (volume.port, volume.port + 1):
             with run_inside(guest.path, lambda port=port: nfs3.Connection(GATEWAY_ADDRESS, port)) as connection:
                 for program, version in ((nfs3.NFS, 4), (nfs3.NLM, 4), (nfs3.RQUOTA, 1), (nfs3.PORTMAP, 2)):
-                    with pytest.raises((Refused, ConnectionError)):
+                    with pytest.raises((RpcRejected, ConnectionError)):
                         connection.call(program, version, 0)
         for port in (111, 2049, 20048):
             assert not guest.can_reach(GATEWAY_ADDRESS, port)
-        listening = run_command("nsenter", f"--net={volume_space(s.network)}", "ss", "-Hlnptu").splitlines()
-        ours = [line.split() for line in listening if f"pid={volume.pid}," in line]
+        listening_sockets = run_command("nsenter", f"--net={volume_namespace(s.network)}", "ss", "-Hlnptu").splitlines()
+        sockets = [line.split() for line in listening_sockets if f"pid={volume.pid}," in line]
         address = volume_address(s.network)
-        assert sorted(fields[4].replace("[::ffff:", "").replace("]", "") for fields in ours) == [
+        assert sorted(fields[4].replace("[::ffff:", "").replace("]", "") for fields in sockets) == [
             f"{address}:{volume.port}",
             f"{address}:{volume.port + 1}",
         ]
-        assert all(fields[0] == "tcp" for fields in ours)
+        assert all(fields[0] == "tcp" for fields in sockets)
 
 
 def foreign_descriptors(proc: Path, volume: str) -> list[str]:
-    """A descriptor of a host file would give access to its whole file system."""
-    own = {(proc / "root" / path).stat().st_dev for path in ("", volume)}
-    found = []
+    """Return the targets of descriptors that would give a server access to files of the host."""
+    own_devices = {(proc / "root" / path).stat().st_dev for path in ("", volume)}
+    foreign = []
     for descriptor in (proc / "fd").iterdir():
         target, status = str(descriptor.readlink()), descriptor.stat()
-        memory = target == "/ganesha.pid" or target.startswith(("socket:", "pipe:", "anon_inode:", "/memfd:log "))
-        if not (memory or status.st_dev in own) or stat.S_ISBLK(status.st_mode) or stat.S_ISCHR(status.st_mode):
-            found.append(target)
-    return found
+        is_harmless = target == "/ganesha.pid" or target.startswith(("socket:", "pipe:", "anon_inode:", "/memfd:log "))
+        if (
+            not (is_harmless or status.st_dev in own_devices)
+            or stat.S_ISBLK(status.st_mode)
+            or stat.S_ISCHR(status.st_mode)
+        ):
+            foreign.append(target)
+    return foreign
 
 
 async def test_a_server_has_no_access_to_the_host(xfs_root: Path) -> None:
@@ -652,44 +660,47 @@ async def test_a_server_has_no_access_to_the_host(xfs_root: Path) -> None:
         assert status["NoNewPrivs"] == "1"
         limits = (proc / "limits").read_text().splitlines()
         assert next(line.split()[3] for line in limits if line.startswith("Max data size")) == str(768 << 20)
-        for space in ("mnt", "pid", "ipc", "uts", "net"):
-            assert not (proc / "ns" / space).samefile(f"/proc/self/ns/{space}")
+        for namespace in ("mnt", "pid", "ipc", "uts", "net"):
+            assert not (proc / "ns" / namespace).samefile(f"/proc/self/ns/{namespace}")
         assert int(status["Threads"]) < 40
 
 
-async def test_nobody_reaches_a_server_before_it_is_confined(xfs_root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_clients_cannot_reach_a_server_before_it_is_isolated(
+    xfs_root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     async with setup(xfs_root) as s:
         volume, (slot, guest) = await s.volume(), await s.guest()
-        let_through: list[str] = []
+        elements_before_ready: list[str] = []
         wait_until_ready = ServerStarter._wait_until_ready
 
         async def wait_and_check(*arguments: Any) -> None:
             await wait_until_ready(*arguments)
-            let_through.append(run_command("nft", "list", "set", "inet", host_table(s.network), VOLUME_ACCESS))
+            elements_before_ready.append(
+                run_command("nft", "list", "set", "inet", host_table(s.network), VOLUME_ACCESS)
+            )
 
         monkeypatch.setattr(ServerStarter, "_wait_until_ready", wait_and_check)
         await volume.serve({slot: False})
         root = volume.mount_volume(guest)
         os.kill(volume.pid, signal.SIGSTOP)
-        await volume.serve({slot: True})  # It ignores requests, so another one replaces it.
+        await volume.serve({slot: True})  # The stopped server does not answer, so it is replaced.
         assert volume.connect_nfs(guest).getattr(root).kind == 2
-        first = volume.pid
-        await kill_process(first)
+        await kill_process(volume.pid)
         for _ in range(2000):
-            if len(let_through) == 3:
+            if len(elements_before_ready) == 3:
                 break
             await asyncio.sleep(0.02)
-        assert len(let_through) == 3
-        assert not any(slot.host_address in elements for elements in let_through)
+        assert len(elements_before_ready) == 3
+        assert not any(slot.host_address in elements for elements in elements_before_ready)
         await volume.serve({slot: True})
         assert slot.host_address in run_command("nft", "list", "set", "inet", host_table(s.network), VOLUME_ACCESS)
 
 
-async def test_an_unconfined_server_is_not_adopted(xfs_root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_server_that_is_not_isolated_is_not_adopted(xfs_root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     async with setup(xfs_root) as s:
         volume, (slot, _) = await s.volume(), await s.guest()
         await volume.serve({slot: False})
-        monkeypatch.setattr(ServerProcess, "is_isolated", lambda server, space: False)
+        monkeypatch.setattr(ServerProcess, "is_isolated", lambda server, namespace: False)
         await s.crash()
         assert len(await s.servers.open({volume.id})) == 1
         await wait_for_loop_devices(s.root)
@@ -706,7 +717,7 @@ async def test_a_frozen_volume_does_not_change_and_its_clone_is_complete(xfs_roo
         volume, (slot, guest) = await s.volume(), await s.guest()
         clone = volume.image.with_suffix(".clone")
         async with s.servers.frozen(volume.id):
-            pass  # There is no server: nothing to do.
+            pass  # This does nothing, because there is no server.
         await volume.serve({slot: False})
         root = volume.mount_volume(guest)
         client = volume.connect_nfs(guest, seconds=30)
@@ -741,8 +752,8 @@ async def test_a_failure_while_frozen_resumes_the_server(xfs_root: Path) -> None
         assert volume.connect_nfs(guest).getattr(root).kind == 2
 
 
-async def test_a_clone_is_a_point_in_time_of_a_changing_volume(xfs_root: Path) -> None:
-    """Files are created in order, each with its number inside. A clone has a prefix of them, all complete."""
+async def test_a_clone_is_a_point_in_time_copy_of_a_changing_volume(xfs_root: Path) -> None:
+    """A client creates numbered files, each of which contains its number. A clone must contain the first n files."""
 
     async with setup(xfs_root) as s:
         volume, (slot, guest) = await s.volume(), await s.guest()
@@ -752,11 +763,11 @@ async def test_a_clone_is_a_point_in_time_of_a_changing_volume(xfs_root: Path) -
 
         def write() -> int:
             client = volume.connect_nfs(guest, seconds=30)
-            made = 0
+            number = 0
             while not stop:
-                client.write(client.create(root, f"n{made}"), f"{made}".encode(), stable=nfs3.FILE_SYNC)
-                made += 1
-            return made
+                client.write(client.create(root, f"n{number}"), f"{number}".encode(), stable=nfs3.FILE_SYNC)
+                number += 1
+            return number
 
         writer = asyncio.ensure_future(asyncio.to_thread(write))
         clones = []
@@ -766,56 +777,56 @@ async def test_a_clone_is_a_point_in_time_of_a_changing_volume(xfs_root: Path) -
             async with s.servers.frozen(volume.id):
                 reflink.clone(volume.image, clones[-1])
         stop = True
-        made = await writer
-        before = 0
-        for place, clone in enumerate(clones):
-            copy = Volume(s, clone, VOLUME_PORTS[-1 - place])
+        total = await writer
+        previous_count = 0
+        for index, clone in enumerate(clones):
+            copy = Volume(s, clone, VOLUME_PORTS[-1 - index])
             await copy.serve({slot: False})
-            client, top = copy.connect_nfs(guest), copy.mount_volume(guest)
+            client, copy_root = copy.connect_nfs(guest), copy.mount_volume(guest)
             count = 0
-            while nfs_status(client.lookup, top, f"n{count}") == nfs3.OK:
+            while nfs_status(client.lookup, copy_root, f"n{count}") == nfs3.OK:
                 count += 1
-            assert before < count <= made
-            contents = [client.read(client.lookup(top, f"n{number}")) for number in range(count)]
+            assert previous_count < count <= total
+            contents = [client.read(client.lookup(copy_root, f"n{number}")) for number in range(count)]
             assert contents[:-1] == [f"{number}".encode() for number in range(count - 1)]
-            assert contents[-1] in (b"", f"{count - 1}".encode()), "the last may be caught before it is filled"
-            assert nfs_status(client.lookup, top, f"n{count + 1}") == nfs3.NOENT
-            before = count
+            assert contents[-1] in (b"", f"{count - 1}".encode()), "only the last file may still be empty"
+            assert nfs_status(client.lookup, copy_root, f"n{count + 1}") == nfs3.NOENT
+            previous_count = count
             await s.servers.stop(copy.id)
 
 
 # --- crashes ---------------------------------------------------------------------------------------------------
 
 
-async def test_known_servers_outlive_the_gateway_and_are_adopted(xfs_root: Path) -> None:
+async def test_a_new_gateway_adopts_the_servers_of_known_volumes(xfs_root: Path) -> None:
     async with setup(xfs_root) as s:
-        kept, unknown = await s.volume(), await s.volume()
+        known, unknown = await s.volume(), await s.volume()
         slot, guest = await s.guest()
-        for volume in (kept, unknown):
+        for volume in (known, unknown):
             await volume.serve({slot: False})
-        root, pid = kept.mount_volume(guest), kept.pid
-        client = kept.connect_nfs(guest)
+        root, pid = known.mount_volume(guest), known.pid
+        client = known.connect_nfs(guest)
         unknown_pidfd = os.pidfd_open(unknown.pid)
         await s.crash()
         file = client.create(root, "file")
 
-        await apply_on_host(host_rules(s.network))  # As SlotPool.open does, before servers are adopted.
-        said = await s.servers.open({kept.id})
-        assert said == [f"ended the server of volume {unknown.id}, which belonged to no volume"]
+        await apply_on_host(host_rules(s.network))  # SlotPool.open does this before servers are adopted.
+        repaired = await s.servers.open({known.id})
+        assert repaired == [f"ended the server of volume {unknown.id}, which belonged to no volume"]
         assert select.select([unknown_pidfd], [], [], 0)[0]
         os.close(unknown_pidfd)
-        assert files_of_loop_devices(s.root) == [str(kept.image)]
-        client.write(file, b"as before")
-        await kept.serve({slot: True})
-        assert kept.pid == pid
+        assert files_of_loop_devices(s.root) == [str(known.image)]
+        client.write(file, b"unchanged")
+        await known.serve({slot: True})
+        assert known.pid == pid
         assert nfs_status(client.write, file, b"x") == nfs3.ROFS
-        assert sorted(path.name for path in (s.root / "servers").iterdir()) == [kept.id]
+        assert sorted(path.name for path in (s.root / "servers").iterdir()) == [known.id]
 
         await s.servers.close()
-        assert client.read(file) == b"as before"
+        assert client.read(file) == b"unchanged"
 
 
-async def test_a_new_gateway_resumes_servers_that_were_left_frozen(xfs_root: Path) -> None:
+async def test_a_new_gateway_resumes_frozen_servers(xfs_root: Path) -> None:
     async with setup(xfs_root) as s:
         volume, (slot, guest) = await s.volume(), await s.guest()
         await volume.serve({slot: False})
@@ -832,50 +843,50 @@ async def test_a_new_gateway_resumes_servers_that_were_left_frozen(xfs_root: Pat
             await frozen.__aexit__(None, None, None)
 
 
-async def test_a_server_that_dies_with_the_gateway_leaves_nothing(xfs_root: Path) -> None:
+async def test_a_server_that_dies_with_the_gateway_loses_no_data(xfs_root: Path) -> None:
     async with setup(xfs_root) as s:
         volume, (slot, guest) = await s.volume(), await s.guest()
         await volume.serve({slot: False})
         root, pid = volume.mount_volume(guest), volume.pid
-        volume.connect_nfs(guest).write(volume.connect_nfs(guest).create(root, "file"), b"kept", stable=nfs3.UNSTABLE)
-        os.kill(pid, signal.SIGSTOP)  # In the middle of a capture.
+        volume.connect_nfs(guest).write(volume.connect_nfs(guest).create(root, "file"), b"data", stable=nfs3.UNSTABLE)
+        os.kill(pid, signal.SIGSTOP)  # As during a capture.
         await s.crash()
         os.kill(pid, signal.SIGKILL)
         await wait_for_loop_devices(s.root)
-        assert volume.content("file") == b"kept"
+        assert volume.contents("file") == b"data"
         assert await s.servers.open({volume.id}) == []
         assert list((s.root / "servers").iterdir()) == []
         await volume.serve({slot: False})
         assert volume.mount_volume(guest) == root
 
 
-async def test_a_hanging_server_is_replaced_or_ended_in_time(xfs_root: Path) -> None:
+async def test_a_hanging_server_is_replaced_or_stopped_within_seconds(xfs_root: Path) -> None:
     async with setup(xfs_root) as s:
         volume, (slot, guest), (other, _) = await s.volume(), await s.guest(), await s.guest()
         await volume.serve({slot: False})
         root, pid = volume.mount_volume(guest), volume.pid
         os.kill(pid, signal.SIGSTOP)
-        started = time.monotonic()
+        start = time.monotonic()
         await volume.serve({slot: False, other: True})
-        assert time.monotonic() - started < 10
+        assert time.monotonic() - start < 10
         assert volume.pid != pid
         assert volume.connect_nfs(guest).getattr(root).kind == 2
         os.kill(volume.pid, signal.SIGSTOP)
-        started = time.monotonic()
+        start = time.monotonic()
         await volume.serve({})
-        assert time.monotonic() - started < 5
+        assert time.monotonic() - start < 5
         assert files_of_loop_devices(s.root) == []
 
 
-async def test_a_cancelled_start_leaves_nothing(xfs_root: Path) -> None:
+async def test_a_cancelled_start_leaves_no_loop_device(xfs_root: Path) -> None:
     async with setup(xfs_root) as s:
         volume, (slot, guest) = await s.volume(), await s.guest()
         for delay in (0.0, 0.02, 0.05, 0.08, 0.12):
-            starting = asyncio.ensure_future(volume.serve({slot: False}))
+            start = asyncio.ensure_future(volume.serve({slot: False}))
             await asyncio.sleep(delay)
-            starting.cancel()
+            start.cancel()
             with contextlib.suppress(asyncio.CancelledError):
-                await starting
+                await start
                 await s.servers.stop(volume.id)
             await wait_for_loop_devices(s.root)
         await volume.serve({slot: False})
@@ -886,7 +897,7 @@ async def test_an_image_is_never_mounted_twice(xfs_root: Path) -> None:
     async with setup(xfs_root) as s:
         volume, (slot, _) = await s.volume(), await s.guest()
         await volume.serve({slot: False})
-        again = Volume(s, volume.image, VOLUME_PORTS[-1])
+        duplicate = Volume(s, volume.image, VOLUME_PORTS[-1])
         with pytest.raises(BackendFailed, match="in use by an earlier server"):
-            await again.serve({slot: False})
+            await duplicate.serve({slot: False})
         assert files_of_loop_devices(s.root) == [str(volume.image)]

@@ -1,6 +1,6 @@
-"""Volumes on an XFS: their files after each verb, after each failure, and after a crash at any step.
+"""Test the files of volumes on an XFS file system after each operation, each failure, and a crash at any step.
 
-The servers here are doubles, which record calls and fail on request; test_volumes_live.py has real ones.
+The servers are fakes that record calls and fail on request. test_volumes_live.py uses real servers.
 """
 
 from __future__ import annotations
@@ -40,25 +40,26 @@ _numbers = itertools.count(1)
 
 
 def size_on_disk(image: Path) -> int:
-    """Its size on the disk, in bytes."""
+    """Return the bytes that an image uses on the disk."""
     return image.stat().st_blocks * 512
 
 
 class FakeServers(ServerPool):
-    """Records the calls to servers; ``refuse`` holds the calls that fail, by verb and volume."""
+    """Records the calls to servers. ``refuse`` contains the (operation, volume) pairs of the calls that fail."""
 
     def __init__(self) -> None:
         self.clients: dict[str, dict[str, bool]] = {}
-        self.still: set[str] = set()
-        self.most_still: set[str] = set()
-        self.told: list[tuple[str, str]] = []
+        self.frozen_volumes: set[str] = set()
+        self.frozen_together: set[str] = set()
+        """The largest set of volumes that were frozen at the same time."""
+        self.calls: list[tuple[str, str]] = []
         self.refuse: set[tuple[str, str]] = set()
         self.known: set[str] = set()
 
-    def _record(self, verb: str, volume: str) -> None:
-        self.told.append((verb, volume))
-        if (verb, volume) in self.refuse:
-            raise BackendFailed(f"{verb} refused")
+    def _record(self, operation: str, volume: str) -> None:
+        self.calls.append((operation, volume))
+        if (operation, volume) in self.refuse:
+            raise BackendFailed(f"{operation} refused")
 
     async def open(self, known: set[str]) -> list[str]:
         self.known = known
@@ -79,12 +80,12 @@ class FakeServers(ServerPool):
     @contextlib.asynccontextmanager
     async def frozen(self, volume: str) -> AsyncIterator[None]:
         self._record("freeze", volume)
-        self.still.add(volume)
-        self.most_still = max(self.most_still, set(self.still), key=len)
+        self.frozen_volumes.add(volume)
+        self.frozen_together = max(self.frozen_together, set(self.frozen_volumes), key=len)
         try:
             yield
         finally:
-            self.still.discard(volume)
+            self.frozen_volumes.discard(volume)
             self._record("thaw", volume)
 
     async def flush(self, volume: str) -> None:
@@ -94,7 +95,7 @@ class FakeServers(ServerPool):
         self._record("grow", volume)
 
     async def used_bytes(self, volume: str, image: Path) -> int:
-        self._record("ask", volume)
+        self._record("used_bytes", volume)
         return size_on_disk(image)
 
     def mounts(self, volume: str, port: int, path: str, read_only: bool) -> GuestMount:
@@ -102,14 +103,14 @@ class FakeServers(ServerPool):
 
 
 class VolumeHost(KvmVolumes):
-    """The volume part of a host, whose machines consist of names and addresses."""
+    """The volumes of a host. Its machines are only names with addresses."""
 
     def __init__(self, root: Path) -> None:
         self.layout = Layout(root)
         self.layout.create()
-        self.doors = FakeServers()
+        self.servers = FakeServers()
         self.addresses: dict[str, str] = {}
-        super().__init__(self.layout, Quarantine(root), self.doors)
+        super().__init__(self.layout, Quarantine(root), self.servers)
 
     async def scan(self, *sandboxes: Sandbox, snapshots: tuple[str, ...] = ()) -> Scan:
         scan = Scan(sandboxes=list(sandboxes), snapshots=[Snapshot(id=each) for each in snapshots])
@@ -126,7 +127,7 @@ class VolumeHost(KvmVolumes):
         return self.revoke_all(sandbox.instance, then)
 
     async def capture_sandbox(self, snapshot: Snapshot, captures: list[VolumeSnapshot]) -> None:
-        """A host's steps around the pause, and then the commit of the sandbox's snapshot."""
+        """Perform the steps of a host: capture the volumes, then commit the sandbox's snapshot."""
         async with self.pending_snapshots(captures) as pending:
             await pending.clone_images()
             await pending.commit()
@@ -154,18 +155,18 @@ def host(root: Path) -> VolumeHost:
 
 
 async def reopen(host: VolumeHost, *sandboxes: Sandbox, snapshots: tuple[str, ...] = ()) -> tuple[VolumeHost, Scan]:
-    """The host of a gateway that starts afterwards."""
-    again = VolumeHost(host.layout.root)
-    again.addresses = host.addresses
-    return again, await again.scan(*sandboxes, snapshots=snapshots)
+    """Return the host of a gateway that starts after the one of ``host``, and the result of its scan."""
+    reopened = VolumeHost(host.layout.root)
+    reopened.addresses = host.addresses
+    return reopened, await reopened.scan(*sandboxes, snapshots=snapshots)
 
 
 def new_volume(name: str = "data", size_mb: int = SMALL) -> Volume:
     return Volume(name=name, size_mb=size_mb)
 
 
-def new_snapshot(volume: Volume, name: str = "first", *, of: str = "") -> VolumeSnapshot:
-    return VolumeSnapshot(name=name, volume=volume.id, size_mb=volume.size_mb, sandbox_snapshot=of)
+def new_snapshot(volume: Volume, name: str = "first", *, sandbox_snapshot: str = "") -> VolumeSnapshot:
+    return VolumeSnapshot(name=name, volume=volume.id, size_mb=volume.size_mb, sandbox_snapshot=sandbox_snapshot)
 
 
 def new_sandbox(*mounts: Mount) -> Sandbox:
@@ -191,20 +192,21 @@ def write_file(image: Path, name: str, text: str) -> None:
 
 
 def read_file(image: Path, name: str) -> str:
-    """The text of a file; empty if it does not exist."""
+    """Return the text of a file, or "" if the file does not exist."""
     argv = ["debugfs", "-R", f"cat /{name}", str(image)]
     return subprocess.run(argv, text=True, capture_output=True, timeout=20).stdout
 
 
-def mode_of_root(image: Path) -> str:
+def root_mode(image: Path) -> str:
+    """Return the mode of the root directory in an image, in octal."""
     listing = subprocess.run(
         ["debugfs", "-R", "ls -p /", str(image)], text=True, capture_output=True, timeout=20
     ).stdout
-    names = {line.split("/")[5]: line.split("/")[2] for line in listing.splitlines() if line.startswith("/")}
-    return names["."]
+    modes = {line.split("/")[5]: line.split("/")[2] for line in listing.splitlines() if line.startswith("/")}
+    return modes["."]
 
 
-def check_file_system(image: Path) -> bool:
+def has_intact_file_system(image: Path) -> bool:
     return subprocess.run(["e2fsck", "-fn", str(image)], capture_output=True, timeout=60).returncode == 0
 
 
@@ -212,29 +214,29 @@ def stray_files(host: VolumeHost) -> list[str]:
     return sorted(str(path.relative_to(host.layout.root)) for path in host.layout.volumes.glob("**/.partial*"))
 
 
-async def _eventually(true: Callable[[], bool]) -> None:
+async def _wait_until(condition: Callable[[], bool]) -> None:
     async with asyncio.timeout(30):
-        while not true():  # noqa: ASYNC110
+        while not condition():  # noqa: ASYNC110
             await asyncio.sleep(0.01)
 
 
 # -- files of volumes --------------------------------------------------------------------------------------------------
 
 
-async def test_a_new_volume_is_empty_writable_by_all_and_small(host: VolumeHost) -> None:
+async def test_a_new_volume_is_small_and_writable_by_all_users(host: VolumeHost) -> None:
     volume = new_volume(size_mb=1024)
     await host.create(volume)
-    made = image(host, volume)
-    assert made.stat().st_size == 1024 << 20 and size_on_disk(made) < 64 << 20
-    assert made.stat().st_mode & 0o777 == 0o600
-    assert check_file_system(made)
-    assert mode_of_root(made) == "040777"
+    path = image(host, volume)
+    assert path.stat().st_size == 1024 << 20 and size_on_disk(path) < 64 << 20
+    assert path.stat().st_mode & 0o777 == 0o600
+    assert has_intact_file_system(path)
+    assert root_mode(path) == "040777"
     assert volume.host["port"] in VOLUME_PORTS
     _, scan = await reopen(host)
     assert scan.volumes == [volume] and not scan.repaired and not stray_files(host)
 
 
-async def test_a_snapshot_has_the_volumes_content(host: VolumeHost) -> None:
+async def test_a_snapshot_has_the_contents_of_the_volume(host: VolumeHost) -> None:
     volume = new_volume()
     await host.create(volume)
     write_file(image(host, volume), "a", "one")
@@ -243,14 +245,14 @@ async def test_a_snapshot_has_the_volumes_content(host: VolumeHost) -> None:
     assert reflink.unique_bytes(snapshot_image(host, snapshot)) == 0
     write_file(image(host, volume), "a", "two")
     assert read_file(snapshot_image(host, snapshot), "a") == "one"
-    assert [verb for verb, _ in host.doors.told] == ["flush", "freeze", "thaw"]
+    assert [operation for operation, _ in host.servers.calls] == ["flush", "freeze", "thaw"]
     _, scan = await reopen(host)
     assert scan.volume_snapshots == [snapshot] and not scan.repaired
     await host.remove_snapshot(snapshot)
     assert not snapshot_image(host, snapshot).parent.exists() and not stray_files(host)
 
 
-async def test_a_clone_has_the_content_and_may_be_larger(host: VolumeHost) -> None:
+async def test_a_clone_has_the_contents_of_the_snapshot_and_may_be_larger(host: VolumeHost) -> None:
     volume, clone = new_volume(), new_volume("clone", 2 * SMALL)
     await host.create(volume)
     write_file(image(host, volume), "a", "one")
@@ -264,36 +266,36 @@ async def test_a_clone_has_the_content_and_may_be_larger(host: VolumeHost) -> No
     assert read_file(image(host, clone), "a") == "one"
 
 
-async def test_a_removed_volume_takes_its_snapshots_along(host: VolumeHost) -> None:
+async def test_removing_a_volume_removes_its_snapshots(host: VolumeHost) -> None:
     volume = new_volume()
     await host.create(volume)
     await host.capture(new_snapshot(volume))
     await host.remove(volume)
     assert not list(host.layout.volumes.iterdir())
     await host.wait_for_background()
-    assert host.doors.told[-1] == ("stop", volume.id)
+    assert host.servers.calls[-1] == ("stop", volume.id)
     with pytest.raises(NotFound):
         await host.state(volume)
 
 
-async def test_growth_is_passed_to_the_server_and_recorded(host: VolumeHost) -> None:
+async def test_growing_a_volume_updates_the_server_and_the_record(host: VolumeHost) -> None:
     volume = new_volume()
     await host.create(volume)
     await host.grow(volume, 3 * SMALL)
     assert volume.size_mb == 3 * SMALL and image(host, volume).stat().st_size == 3 * SMALL << 20
-    assert host.doors.told == [("grow", volume.id)]
+    assert host.servers.calls == [("grow", volume.id)]
     _, scan = await reopen(host)
     assert scan.volumes == [volume] and not scan.repaired
 
 
-async def test_growth_that_the_server_refuses_is_not_recorded_and_can_be_retried(host: VolumeHost) -> None:
+async def test_growth_that_the_server_refuses_can_be_retried(host: VolumeHost) -> None:
     volume = new_volume()
     await host.create(volume)
-    host.doors.refuse = {("grow", volume.id)}
+    host.servers.refuse = {("grow", volume.id)}
     with pytest.raises(BackendFailed):
         await host.grow(volume, 2 * SMALL)
     assert volume.size_mb == SMALL
-    host.doors.refuse.clear()
+    host.servers.refuse.clear()
     await host.grow(volume, 2 * SMALL)
     assert volume.size_mb == 2 * SMALL and image(host, volume).stat().st_size == 2 * SMALL << 20
 
@@ -302,8 +304,8 @@ async def test_growth_that_the_server_refuses_is_not_recorded_and_can_be_retried
 
 
 @pytest.fixture
-async def rolled_back(host: VolumeHost) -> tuple[Volume, VolumeSnapshot, Sandbox]:
-    """A volume that holds "two", a snapshot of it with "one", and a sandbox that mounts it."""
+async def mounted_volume(host: VolumeHost) -> tuple[Volume, VolumeSnapshot, Sandbox]:
+    """Create a volume that contains "two", a snapshot of it that contains "one", and a sandbox that mounts it."""
     volume = new_volume()
     await host.create(volume)
     write_file(image(host, volume), "a", "one")
@@ -312,27 +314,27 @@ async def rolled_back(host: VolumeHost) -> tuple[Volume, VolumeSnapshot, Sandbox
     write_file(image(host, volume), "a", "two")
     sandbox = new_sandbox(Mount(volume=volume.id, path="/data"))
     await host.run(sandbox, "10.0.0.2")
-    host.doors.told.clear()
+    host.servers.calls.clear()
     return volume, snapshot, sandbox
 
 
 async def test_rollback_restores_the_files_and_the_clients(
-    host: VolumeHost, rolled_back: tuple[Volume, VolumeSnapshot, Sandbox]
+    host: VolumeHost, mounted_volume: tuple[Volume, VolumeSnapshot, Sandbox]
 ) -> None:
-    volume, snapshot, _ = rolled_back
+    volume, snapshot, _ = mounted_volume
     await host.rollback(volume, snapshot)
     assert read_file(image(host, volume), "a") == "one"
-    assert host.doors.told == [("stop", volume.id), ("serve", volume.id)]
-    assert host.doors.clients == {volume.id: {"10.0.0.2": False}}
+    assert host.servers.calls == [("stop", volume.id), ("serve", volume.id)]
+    assert host.servers.clients == {volume.id: {"10.0.0.2": False}}
     write_file(image(host, volume), "a", "three")
     assert read_file(snapshot_image(host, snapshot), "a") == "one"
     assert not stray_files(host)
 
 
 async def test_a_grown_volume_keeps_its_size_after_a_rollback(
-    host: VolumeHost, rolled_back: tuple[Volume, VolumeSnapshot, Sandbox]
+    host: VolumeHost, mounted_volume: tuple[Volume, VolumeSnapshot, Sandbox]
 ) -> None:
-    volume, snapshot, _ = rolled_back
+    volume, snapshot, _ = mounted_volume
     await host.grow(volume, 2 * SMALL)
     await host.rollback(volume, snapshot)
     assert read_file(image(host, volume), "a") == "one"
@@ -342,36 +344,39 @@ async def test_a_grown_volume_keeps_its_size_after_a_rollback(
 
 
 @pytest.mark.parametrize("refused", ["stop", "serve"])
-async def test_a_failed_rollback_leaves_the_volume_and_its_clients(
-    host: VolumeHost, rolled_back: tuple[Volume, VolumeSnapshot, Sandbox], refused: str, monkeypatch: pytest.MonkeyPatch
+async def test_a_failed_rollback_preserves_the_volume_and_its_clients(
+    host: VolumeHost,
+    mounted_volume: tuple[Volume, VolumeSnapshot, Sandbox],
+    refused: str,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(kvm_volumes, "_RETRY_SECONDS", (0.01,))
-    volume, snapshot, _ = rolled_back
+    volume, snapshot, _ = mounted_volume
 
-    host.doors.refuse = {(refused, volume.id)}
+    host.servers.refuse = {(refused, volume.id)}
     with pytest.raises(BackendFailed, match=f"{refused} refused"):
         await host.rollback(volume, snapshot)
     assert read_file(image(host, volume), "a") == "two"
-    host.doors.refuse.clear()
+    host.servers.refuse.clear()
     await host.wait_for_background()
-    assert host.doors.clients == {volume.id: {"10.0.0.2": False}}
+    assert host.servers.clients == {volume.id: {"10.0.0.2": False}}
     assert not stray_files(host)
 
 
 async def test_a_rollback_without_space_changes_nothing(
-    host: VolumeHost, rolled_back: tuple[Volume, VolumeSnapshot, Sandbox], monkeypatch: pytest.MonkeyPatch
+    host: VolumeHost, mounted_volume: tuple[Volume, VolumeSnapshot, Sandbox], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def refuse(*args: Any) -> None:
         raise OSError(errno.ENOSPC, "forced")
 
     monkeypatch.setattr(store, "_extend", refuse)
-    volume, snapshot, _ = rolled_back
+    volume, snapshot, _ = mounted_volume
     with pytest.raises(NoSpace, match="no space left"):
         await host.rollback(volume, snapshot)
-    assert read_file(image(host, volume), "a") == "two" and not host.doors.told and not stray_files(host)
+    assert read_file(image(host, volume), "a") == "two" and not host.servers.calls and not stray_files(host)
 
 
-# -- several at once ---------------------------------------------------------------------------------------------------
+# -- several volumes ---------------------------------------------------------------------------------------------------
 
 
 async def two_volumes(host: VolumeHost) -> tuple[Volume, Volume]:
@@ -383,41 +388,45 @@ async def two_volumes(host: VolumeHost) -> tuple[Volume, Volume]:
 
 async def test_all_volumes_are_frozen_during_a_capture(host: VolumeHost) -> None:
     one, two = await two_volumes(host)
-    taken = Snapshot(kind=SnapshotKind.SNAPSHOT)
-    captures = [new_snapshot(one, of=taken.id), new_snapshot(two, of=taken.id)]
-    await host.capture_sandbox(taken, captures)
-    assert host.doors.most_still == {one.id, two.id} and not host.doors.still
-    _, scan = await reopen(host, snapshots=(taken.id,))
+    snapshot = Snapshot(kind=SnapshotKind.SNAPSHOT)
+    captures = [new_snapshot(one, sandbox_snapshot=snapshot.id), new_snapshot(two, sandbox_snapshot=snapshot.id)]
+    await host.capture_sandbox(snapshot, captures)
+    assert host.servers.frozen_together == {one.id, two.id} and not host.servers.frozen_volumes
+    _, scan = await reopen(host, snapshots=(snapshot.id,))
     assert {each.id for each in scan.volume_snapshots} == {each.id for each in captures} and not scan.repaired
 
 
 @pytest.mark.parametrize("refused", ["flush", "freeze", "thaw"])
-async def test_a_failed_capture_of_one_volume_leaves_none(host: VolumeHost, refused: str) -> None:
+async def test_if_one_volume_cannot_be_captured_all_snapshots_are_removed(host: VolumeHost, refused: str) -> None:
     one, two = await two_volumes(host)
-    host.doors.refuse = {(refused, two.id)}
-    taken = Snapshot(kind=SnapshotKind.SNAPSHOT)
+    host.servers.refuse = {(refused, two.id)}
+    snapshot = Snapshot(kind=SnapshotKind.SNAPSHOT)
     with pytest.raises(BackendFailed, match=f"{refused} refused"):
-        await host.capture_sandbox(taken, [new_snapshot(one, of=taken.id), new_snapshot(two, of=taken.id)])
-    assert not host.doors.still
+        await host.capture_sandbox(
+            snapshot, [new_snapshot(one, sandbox_snapshot=snapshot.id), new_snapshot(two, sandbox_snapshot=snapshot.id)]
+        )
+    assert not host.servers.frozen_volumes
     assert not list(host.layout.volumes.glob("*/snapshots/*")) and not list(host.layout.volumes.glob("*/snapshots/.*"))
     assert not directory_records.directories(host.layout.snapshots)
 
 
-async def test_volumes_of_an_uncommitted_snapshot_are_removed(
+async def test_volume_snapshots_of_an_uncommitted_snapshot_are_removed(
     host: VolumeHost, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     one, two = await two_volumes(host)
-    taken = Snapshot(kind=SnapshotKind.SNAPSHOT)
+    snapshot = Snapshot(kind=SnapshotKind.SNAPSHOT)
     commit = directory_records.commit
 
     def refuse(final: Path) -> None:
-        if final.name == taken.id:
+        if final.name == snapshot.id:
             raise OSError(5, "forced")
         commit(final)
 
     monkeypatch.setattr(directory_records, "commit", refuse)
     with pytest.raises(OSError, match="forced"):
-        await host.capture_sandbox(taken, [new_snapshot(one, of=taken.id), new_snapshot(two, of=taken.id)])
+        await host.capture_sandbox(
+            snapshot, [new_snapshot(one, sandbox_snapshot=snapshot.id), new_snapshot(two, sandbox_snapshot=snapshot.id)]
+        )
     assert not list(host.layout.volumes.glob("*/snapshots/*")) and not stray_files(host)
 
 
@@ -436,7 +445,7 @@ async def test_a_full_disk_fails_a_snapshot_a_clone_and_a_rollback(tmp_path: Pat
         filler = fill(xfs.mount_point)
         os.truncate(filler, filler.stat().st_size - (400 << 10))
         for work in (
-            lambda: host.create(new_volume("another", 4096)),  # It starts, and fails in the middle.
+            lambda: host.create(new_volume("another", 4096)),  # Fails after it has written a part.
             lambda: exhaust_space(lambda: host.capture(new_snapshot(volume, f"s{next(_numbers)}"))),
             lambda: exhaust_space(lambda: host.create(new_volume(f"v{next(_numbers)}"), snapshot)),
         ):
@@ -453,13 +462,13 @@ async def test_a_full_disk_fails_a_snapshot_a_clone_and_a_rollback(tmp_path: Pat
 
 
 async def exhaust_space(work: Callable[[], Coroutine[Any, Any, None]]) -> None:
-    """Clones cost little: it takes several of them to use the last block."""
+    """Repeat ``work`` until it fails. Clones are small, so it takes several of them to use the last block."""
     for _ in range(2000):
         await work()
 
 
 def fill(directory: Path) -> Path:
-    """Take all free blocks."""
+    """Create a file that uses all free blocks."""
     filler = directory / "filler"
     with filler.open("wb", buffering=0) as file:
         for block in (1 << 20, 4096):
@@ -474,7 +483,7 @@ def fill(directory: Path) -> Path:
 
 @pytest.fixture
 async def volume_and_snapshot(host: VolumeHost) -> tuple[Volume, VolumeSnapshot]:
-    """A volume with "two" and a snapshot of it with "one"."""
+    """Create a volume that contains "two", and a snapshot of it that contains "one"."""
     volume = new_volume()
     await host.create(volume)
     write_file(image(host, volume), "a", "one")
@@ -493,53 +502,57 @@ def only_volume(scan: Scan) -> Volume:
     return volume
 
 
-async def test_a_volume_with_a_torn_record_is_listed_by_its_id(
+async def test_a_volume_with_a_damaged_record_is_named_by_its_id(
     host: VolumeHost, volume_and_snapshot: tuple[Volume, VolumeSnapshot]
 ) -> None:
     volume, snapshot = volume_and_snapshot
     truncate(image(host, volume).with_name("manifest.json"))
-    again, scan = await reopen(host)
-    found = only_volume(scan)
-    assert (found.id, found.name, found.size_mb) == (volume.id, volume.id, volume.size_mb)
-    assert found.host["port"] in VOLUME_PORTS and scan.volume_snapshots == [snapshot]
+    reopened, scan = await reopen(host)
+    recreated_volume = only_volume(scan)
+    assert (recreated_volume.id, recreated_volume.name, recreated_volume.size_mb) == (
+        volume.id,
+        volume.id,
+        volume.size_mb,
+    )
+    assert recreated_volume.host["port"] in VOLUME_PORTS and scan.volume_snapshots == [snapshot]
     assert any(f"record of volume {volume.id} is damaged" in sentence for sentence in scan.repaired)
     assert read_file(image(host, volume), "a") == "two"
     assert list((host.layout.root / ".damaged").iterdir())
-    _, scan = await reopen(again)
-    assert scan.volumes == [found] and not scan.repaired
+    _, scan = await reopen(reopened)
+    assert scan.volumes == [recreated_volume] and not scan.repaired
 
 
-@pytest.mark.parametrize("damage", ["gone", "short"])
+@pytest.mark.parametrize("damage", ["missing", "short"])
 async def test_a_volume_that_lost_its_image_keeps_its_snapshots(
     host: VolumeHost, volume_and_snapshot: tuple[Volume, VolumeSnapshot], damage: str
 ) -> None:
     volume, snapshot = volume_and_snapshot
-    if damage == "gone":
+    if damage == "missing":
         image(host, volume).unlink()
     else:
         os.truncate(image(host, volume), 4096)
-    runs = new_sandbox(Mount(volume=volume.id, path="/data"))
-    host.addresses[runs.instance] = "10.0.0.6"
-    again, scan = await reopen(host, runs)
+    running = new_sandbox(Mount(volume=volume.id, path="/data"))
+    host.addresses[running.instance] = "10.0.0.6"
+    reopened, scan = await reopen(host, running)
     assert only_volume(scan) == volume and scan.volume_snapshots == [snapshot]
     assert any("its snapshots, which are intact" in sentence for sentence in scan.repaired)
-    assert not image(host, volume).exists() and ("stop", volume.id) in again.doors.told
+    assert not image(host, volume).exists() and ("stop", volume.id) in reopened.servers.calls
 
     sandbox = new_sandbox(Mount(volume=volume.id, path="/data"))
     with pytest.raises(Conflict, match="roll the volume back to one of its snapshots"):
-        await again.run(sandbox, "10.0.0.2")
-    again.end(sandbox, again.wait_for_background)
+        await reopened.run(sandbox, "10.0.0.2")
+    reopened.end(sandbox, reopened.wait_for_background)
     with pytest.raises(Conflict, match="roll the volume back to one of its snapshots"):
-        await again.capture(new_snapshot(volume))
-    assert "roll the volume back" in (await again.state(volume)).stuck[0]
-    await again.rollback(volume, snapshot)
-    assert not (await again.state(volume)).stuck
+        await reopened.capture(new_snapshot(volume))
+    assert "roll the volume back" in (await reopened.state(volume)).stuck[0]
+    await reopened.rollback(volume, snapshot)
+    assert not (await reopened.state(volume)).stuck
     assert read_file(image(host, volume), "a") == "one"
-    _, scan = await reopen(again)
+    _, scan = await reopen(reopened)
     assert only_volume(scan) == volume and not scan.repaired
 
 
-async def test_a_volume_with_nothing_left_is_moved_away(
+async def test_a_volume_without_an_intact_image_or_snapshot_is_quarantined(
     host: VolumeHost, volume_and_snapshot: tuple[Volume, VolumeSnapshot]
 ) -> None:
     other = new_volume("other")
@@ -551,7 +564,7 @@ async def test_a_volume_with_nothing_left_is_moved_away(
     assert not image(host, other).parent.exists()
 
 
-async def test_a_damaged_snapshot_is_moved_away_and_its_volume_stays(
+async def test_a_damaged_snapshot_is_quarantined_and_its_volume_remains(
     host: VolumeHost, volume_and_snapshot: tuple[Volume, VolumeSnapshot]
 ) -> None:
     volume, snapshot = volume_and_snapshot
@@ -564,38 +577,38 @@ async def test_a_damaged_snapshot_is_moved_away_and_its_volume_stays(
     assert len(list((host.layout.root / ".damaged").iterdir())) == 2
 
 
-async def test_parts_of_a_missing_snapshot_are_swept(
+async def test_volume_snapshots_of_a_missing_snapshot_are_removed(
     host: VolumeHost, volume_and_snapshot: tuple[Volume, VolumeSnapshot]
 ) -> None:
     volume, snapshot = volume_and_snapshot
-    taken = Snapshot(kind=SnapshotKind.SNAPSHOT)
-    await host.capture(part := new_snapshot(volume, "part", of=taken.id))
-    _, scan = await reopen(host, snapshots=(taken.id,))
+    sandbox_snapshot = Snapshot(kind=SnapshotKind.SNAPSHOT)
+    await host.capture(part := new_snapshot(volume, "part", sandbox_snapshot=sandbox_snapshot.id))
+    _, scan = await reopen(host, snapshots=(sandbox_snapshot.id,))
     assert {each.id for each in scan.volume_snapshots} == {snapshot.id, part.id}
     _, scan = await reopen(host)
     assert scan.volume_snapshots == [snapshot] and not snapshot_image(host, part).exists()
 
 
-async def test_parts_of_a_damaged_snapshot_are_moved_away_too(
+async def test_volume_snapshots_of_a_damaged_snapshot_are_quarantined(
     host: VolumeHost, volume_and_snapshot: tuple[Volume, VolumeSnapshot]
 ) -> None:
     volume, snapshot = volume_and_snapshot
-    taken = Snapshot(kind=SnapshotKind.SNAPSHOT)
-    await host.capture(part := new_snapshot(volume, "part", of=taken.id))
-    (host.layout.snapshots / taken.id).mkdir()
-    moved = Quarantine(host.layout.root).move(host.layout.snapshots / taken.id)
+    sandbox_snapshot = Snapshot(kind=SnapshotKind.SNAPSHOT)
+    await host.capture(part := new_snapshot(volume, "part", sandbox_snapshot=sandbox_snapshot.id))
+    (host.layout.snapshots / sandbox_snapshot.id).mkdir()
+    quarantine_path = Quarantine(host.layout.root).move(host.layout.snapshots / sandbox_snapshot.id)
     _, scan = await reopen(host)
     assert scan.volume_snapshots == [snapshot]
-    (aside,) = [path for path in moved.parent.iterdir() if part.id in path.name]
-    assert read_file(aside / "volume.img", "a") == "two"
+    (quarantined_path,) = [path for path in quarantine_path.parent.iterdir() if part.id in path.name]
+    assert read_file(quarantined_path / "volume.img", "a") == "two"
 
 
 async def test_foreign_files_among_the_volumes_are_ignored(
     host: VolumeHost, volume_and_snapshot: tuple[Volume, VolumeSnapshot]
 ) -> None:
     volume, snapshot = volume_and_snapshot
-    (host.layout.volumes / "stranger").mkdir()
-    (host.layout.volumes / "stranger" / "file").touch()
+    (host.layout.volumes / "foreign").mkdir()
+    (host.layout.volumes / "foreign" / "file").touch()
     (host.layout.volumes / "empty").mkdir()
     (host.layout.volumes / "note.txt").touch()
     shutil.rmtree(snapshot_image(host, snapshot).parent.parent)
@@ -603,20 +616,20 @@ async def test_foreign_files_among_the_volumes_are_ignored(
     assert scan.volumes == [volume] and len(scan.repaired) == 2
 
 
-async def test_a_duplicate_port_is_replaced_on_the_younger_volume(host: VolumeHost) -> None:
+async def test_the_newer_of_two_volumes_with_the_same_port_gets_another_port(host: VolumeHost) -> None:
     one, two = await two_volumes(host)
     manifest = image(host, two).with_name("manifest.json")
     manifest.write_text(json.dumps(json.loads(manifest.read_text()) | {"host": one.host}))
     _, scan = await reopen(host)
-    found = {volume.id: volume for volume in scan.volumes}
-    assert found[one.id].host == one.host != found[two.id].host
-    assert directory_records.read_record(manifest.parent, Volume) == found[two.id]
+    volumes = {volume.id: volume for volume in scan.volumes}
+    assert volumes[one.id].host == one.host != volumes[two.id].host
+    assert directory_records.read_record(manifest.parent, Volume) == volumes[two.id]
 
 
 # -- ports -------------------------------------------------------------------------------------------------------------
 
 
-def test_ports_are_reused_only_after_all_others() -> None:
+def test_a_released_port_is_reused_after_all_others() -> None:
     ports = Ports(())
     first = ports.take()
     ports.release(first)
@@ -633,8 +646,8 @@ async def test_a_failed_creation_releases_its_port(host: VolumeHost, monkeypatch
 
     monkeypatch.setattr(ports, "VOLUME_PORTS", VOLUME_PORTS[:2])
     await host.scan()
-    with monkeypatch.context() as broken:
-        broken.setattr(store, "format_image", refuse)
+    with monkeypatch.context() as patch:
+        patch.setattr(store, "format_image", refuse)
         for _ in range(3):
             with pytest.raises(BackendFailed, match="forced"):
                 await host.create(new_volume())
@@ -652,53 +665,55 @@ def short_timeouts(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(kvm_volumes, "_DETACH_SECONDS", 0.2)
 
 
-async def test_a_server_admits_running_sandboxes_and_ends_with_the_last(host: VolumeHost) -> None:
+async def test_a_server_accepts_running_sandboxes_and_stops_after_the_last(host: VolumeHost) -> None:
     one, two = await two_volumes(host)
     writer = new_sandbox(Mount(volume=one.id, path="/one"), Mount(volume=two.id, path="/two", read_only=True))
     reader = new_sandbox(Mount(volume=one.id, path="/one", read_only=True))
-    released = []
+    client_counts = []
 
     async def release() -> None:
-        released.append(len(host.doors.clients))
+        client_counts.append(len(host.servers.clients))
 
     await asyncio.gather(host.run(writer, "10.0.0.2"), host.run(reader, "10.0.0.6"))
-    assert host.doors.clients == {one.id: {"10.0.0.2": False, "10.0.0.6": True}, two.id: {"10.0.0.2": True}}
+    assert host.servers.clients == {one.id: {"10.0.0.2": False, "10.0.0.6": True}, two.id: {"10.0.0.2": True}}
     assert [mount.path for mount in host.guest_mounts(writer)] == ["/one", "/two"]
     assert host.end(writer, release)
     await host.wait_for_background()
-    assert host.doors.clients == {one.id: {"10.0.0.6": True}}
+    assert host.servers.clients == {one.id: {"10.0.0.6": True}}
     assert host.end(reader, release)
     await host.wait_for_background()
-    assert host.doors.clients == {} and released == [1, 0]
+    assert host.servers.clients == {} and client_counts == [1, 0]
 
 
-async def test_a_stop_does_not_wait_for_servers_but_the_address_does(host: VolumeHost, short_timeouts: None) -> None:
+async def test_stopping_a_sandbox_releases_its_address_only_after_servers_revoke_access(
+    host: VolumeHost, short_timeouts: None
+) -> None:
     one, two = await two_volumes(host)
     sandbox = new_sandbox(Mount(volume=one.id, path="/one"), Mount(volume=two.id, path="/two"))
-    released = []
+    releases = []
 
     async def release() -> None:
-        released.append(True)
+        releases.append(True)
 
     await host.run(sandbox, "10.0.0.2")
-    host.doors.refuse = {("stop", two.id)}
+    host.servers.refuse = {("stop", two.id)}
     assert host.end(sandbox, release)
-    await _eventually(lambda: host.doors.told.count(("stop", two.id)) > 3)
-    assert one.id not in host.doors.clients
+    await _wait_until(lambda: host.servers.calls.count(("stop", two.id)) > 3)
+    assert one.id not in host.servers.clients
     state = await host.state(two)
     assert state.used_bytes == size_on_disk(image(host, two))
     (sentence,) = state.stuck
     assert "stop refused" in sentence and two.id in sentence
-    assert not (await host.state(one)).stuck and not released
-    host.doors.refuse.clear()
+    assert not (await host.state(one)).stuck and not releases
+    host.servers.refuse.clear()
     await host.wait_for_background()
-    assert released and not (await host.state(two)).stuck
+    assert releases and not (await host.state(two)).stuck
 
 
-async def test_a_machine_without_volumes_ends_as_before(host: VolumeHost) -> None:
+async def test_a_machine_without_volumes_calls_no_server(host: VolumeHost) -> None:
     sandbox = new_sandbox()
     await host.run(sandbox, "10.0.0.2")
-    assert not host.end(sandbox, host.wait_for_background) and not host.doors.told
+    assert not host.end(sandbox, host.wait_for_background) and not host.servers.calls
 
 
 async def test_a_volume_is_attached_and_detached_while_the_machine_runs(host: VolumeHost, short_timeouts: None) -> None:
@@ -708,13 +723,13 @@ async def test_a_volume_is_attached_and_detached_while_the_machine_runs(host: Vo
 
     await host.run(sandbox, "10.0.0.2")
     await host.attach(sandbox, mount, host.addresses[sandbox.instance])
-    assert host.doors.clients == {one.id: {"10.0.0.2": False}}
-    host.doors.refuse = {("stop", one.id)}
+    assert host.servers.clients == {one.id: {"10.0.0.2": False}}
+    host.servers.refuse = {("stop", one.id)}
     await host.detach(sandbox, mount)
     assert (await host.state(one)).stuck
-    host.doors.refuse.clear()
+    host.servers.refuse.clear()
     await host.wait_for_background()
-    assert host.doors.clients == {}
+    assert host.servers.clients == {}
 
 
 async def test_a_failed_attach_changes_nothing(host: VolumeHost, short_timeouts: None) -> None:
@@ -722,58 +737,62 @@ async def test_a_failed_attach_changes_nothing(host: VolumeHost, short_timeouts:
     sandbox = new_sandbox(Mount(volume=one.id, path="/one", read_only=True))
 
     await host.run(sandbox, "10.0.0.2")
-    host.doors.refuse = {("serve", one.id), ("serve", two.id)}
+    host.servers.refuse = {("serve", one.id), ("serve", two.id)}
     for mount in (Mount(volume=two.id, path="/two"), Mount(volume=one.id, path="/one")):
         with pytest.raises(BackendFailed, match="serve refused"):
             await host.attach(sandbox, mount, host.addresses[sandbox.instance])
     with pytest.raises(NotFound):
         await host.attach(sandbox, Mount(volume="0" * 12, path="/none"), "10.0.0.2")
-    host.doors.refuse.clear()
+    host.servers.refuse.clear()
     await host.wait_for_background()
-    assert host.doors.clients == {one.id: {"10.0.0.2": True}}
+    assert host.servers.clients == {one.id: {"10.0.0.2": True}}
 
 
-async def test_a_new_gateway_admits_exactly_the_recorded_sandboxes(host: VolumeHost, short_timeouts: None) -> None:
+async def test_a_new_gateway_grants_access_to_exactly_the_running_sandboxes(
+    host: VolumeHost, short_timeouts: None
+) -> None:
     one, two = await two_volumes(host)
-    stays = new_sandbox(Mount(volume=one.id, path="/one", read_only=True), Mount(volume="0" * 12, path="/gone"))
-    sleeps = new_sandbox(Mount(volume=two.id, path="/two"))
-    host.addresses[stays.instance] = "10.0.0.2"
-    again, scan = await reopen(host, stays, sleeps)
-    assert again.doors.known == {one.id, two.id}
-    assert again.doors.clients == {one.id: {"10.0.0.2": True}} and ("stop", two.id) in again.doors.told
+    running = new_sandbox(Mount(volume=one.id, path="/one", read_only=True), Mount(volume="0" * 12, path="/gone"))
+    paused = new_sandbox(Mount(volume=two.id, path="/two"))
+    host.addresses[running.instance] = "10.0.0.2"
+    reopened, scan = await reopen(host, running, paused)
+    assert reopened.servers.known == {one.id, two.id}
+    assert reopened.servers.clients == {one.id: {"10.0.0.2": True}} and ("stop", two.id) in reopened.servers.calls
     assert not scan.repaired
-    assert [mount.path for mount in again.guest_mounts(stays)] == ["/one"]
+    assert [mount.path for mount in reopened.guest_mounts(running)] == ["/one"]
 
 
-async def test_an_unresponsive_server_is_reported_without_waiting(host: VolumeHost) -> None:
+async def test_state_reports_an_unresponsive_server(host: VolumeHost) -> None:
     one, _ = await two_volumes(host)
-    host.doors.refuse = {("ask", one.id)}
-    assert "ask refused" in (await host.state(one)).stuck[0]
+    host.servers.refuse = {("used_bytes", one.id)}
+    assert "used_bytes refused" in (await host.state(one)).stuck[0]
 
 
-async def test_a_server_that_stays_down_does_not_block_the_gateway(host: VolumeHost, short_timeouts: None) -> None:
+async def test_a_server_that_cannot_be_started_does_not_block_the_gateway(
+    host: VolumeHost, short_timeouts: None
+) -> None:
     one, two = await two_volumes(host)
     sandbox = new_sandbox(Mount(volume=one.id, path="/one"), Mount(volume=two.id, path="/two"))
-    again = VolumeHost(host.layout.root)
-    again.addresses = {sandbox.instance: "10.0.0.2"}
+    reopened = VolumeHost(host.layout.root)
+    reopened.addresses = {sandbox.instance: "10.0.0.2"}
 
-    again.doors.refuse = {("serve", one.id)}
-    scan = await again.scan(sandbox)
+    reopened.servers.refuse = {("serve", one.id)}
+    scan = await reopened.scan(sandbox)
     assert any(f"volume {one.id} cannot be served" in sentence for sentence in scan.repaired)
-    assert again.doors.clients == {two.id: {"10.0.0.2": False}}
-    again.doors.refuse.clear()
-    await again.wait_for_background()
-    assert again.doors.clients == {one.id: {"10.0.0.2": False}, two.id: {"10.0.0.2": False}}
+    assert reopened.servers.clients == {two.id: {"10.0.0.2": False}}
+    reopened.servers.refuse.clear()
+    await reopened.wait_for_background()
+    assert reopened.servers.clients == {one.id: {"10.0.0.2": False}, two.id: {"10.0.0.2": False}}
 
 
 # -- crash at any step -------------------------------------------------------------------------------------------------
 
 
-def die(host: VolumeHost, work: Coroutine[Any, Any, None], fatal: int) -> int:
-    """Run ``work`` in a process that dies at step ``fatal``; returns the number of steps, or KILLED."""
+def run_until_killed(host: VolumeHost, work: Coroutine[Any, Any, None], fatal_step: int) -> int:
+    """Run ``work`` in a process that dies at a step. Returns KILLED, or the number of steps if it finished first."""
     reader, writer = os.pipe()
     if (pid := os.fork()) == 0:
-        steps = Steps(fatal)
+        steps = Steps(fatal_step)
         try:
             sys.addaudithook(steps.on_audit)
             asyncio.run(_run_armed(work, steps))
@@ -783,10 +802,10 @@ def die(host: VolumeHost, work: Coroutine[Any, Any, None], fatal: int) -> int:
     work.close()
     os.close(writer)
     with os.fdopen(reader) as pipe:
-        said = pipe.read()
+        output = pipe.read()
     status = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
-    assert status == KILLED or (status == 0 and said), "the verb failed"
-    return int(said) if status == 0 else KILLED
+    assert status == KILLED or (status == 0 and output), "the operation failed"
+    return int(output) if status == 0 else KILLED
 
 
 async def _run_armed(work: Coroutine[Any, Any, None], steps: Steps) -> None:
@@ -795,7 +814,7 @@ async def _run_armed(work: Coroutine[Any, Any, None], steps: Steps) -> None:
     steps.armed = False
 
 
-VERBS: dict[str, Callable[[VolumeHost, Volume, VolumeSnapshot], Coroutine[Any, Any, None]]] = {
+OPERATIONS: dict[str, Callable[[VolumeHost, Volume, VolumeSnapshot], Coroutine[Any, Any, None]]] = {
     "create": lambda host, volume, snapshot: host.create(new_volume("new")),
     "clone": lambda host, volume, snapshot: host.create(new_volume("new", 2 * SMALL), snapshot),
     "grow": lambda host, volume, snapshot: host.grow(volume, volume.size_mb + 1),
@@ -806,73 +825,73 @@ VERBS: dict[str, Callable[[VolumeHost, Volume, VolumeSnapshot], Coroutine[Any, A
 }
 
 
-@pytest.mark.parametrize("verb", VERBS)
-def test_a_verb_killed_at_any_step_leaves_no_partial_object(verb: str, root: Path) -> None:
-    for fatal in itertools.count(1):
-        place = root / str(fatal)
-        place.mkdir()
-        host = VolumeHost(place)
+@pytest.mark.parametrize("operation", OPERATIONS)
+def test_an_operation_killed_at_any_step_leaves_no_partial_object(operation: str, root: Path) -> None:
+    for fatal_step in itertools.count(1):
+        directory = root / str(fatal_step)
+        directory.mkdir()
+        host = VolumeHost(directory)
         volume, snapshot = new_volume(), None
         asyncio.run(host.create(volume))
         write_file(image(host, volume), "a", "one")
         snapshot = new_snapshot(volume)
         asyncio.run(host.capture(snapshot))
         write_file(image(host, volume), "a", "two")
-        outcome = die(host, VERBS[verb](host, volume, snapshot), fatal)
-        again, scan = asyncio.run(reopen(host))
-        check(again, scan, verb, volume, snapshot, f"killed at step {fatal}")
+        outcome = run_until_killed(host, OPERATIONS[operation](host, volume, snapshot), fatal_step)
+        reopened, scan = asyncio.run(reopen(host))
+        check(reopened, scan, operation, volume, snapshot, f"killed at step {fatal_step}")
         if outcome != KILLED:
-            assert fatal > 2, "nothing was tried"
+            assert fatal_step > 2, "the operation has no steps at which it can be killed"
             return
 
 
-def check(host: VolumeHost, scan: Scan, verb: str, volume: Volume, snapshot: VolumeSnapshot, when: str) -> None:
+def check(host: VolumeHost, scan: Scan, operation: str, volume: Volume, snapshot: VolumeSnapshot, when: str) -> None:
     assert not stray_files(host), when
     assert not (host.layout.root / ".damaged").exists(), (when, scan.repaired)
-    found = {each.name: each for each in scan.volumes}
-    parts = {each.name: each for each in scan.volume_snapshots}
+    volumes = {each.name: each for each in scan.volumes}
+    snapshots = {each.name: each for each in scan.volume_snapshots}
     for each in scan.volumes:
-        assert check_file_system(image(host, each)), when
+        assert has_intact_file_system(image(host, each)), when
         assert image(host, each).stat().st_size == each.size_mb << 20, when
     for each in scan.volume_snapshots:
-        assert check_file_system(snapshot_image(host, each)), when
-    if verb == "remove":
-        assert (found == {} and parts == {}) or (found == {"data": volume} and parts == {"first": snapshot}), when
+        assert has_intact_file_system(snapshot_image(host, each)), when
+    if operation == "remove":
+        assert (volumes, snapshots) in (({}, {}), ({"data": volume}, {"first": snapshot})), when
         return
     text = read_file(image(host, volume), "a")
-    assert text in ("one", "two") if verb == "rollback" else text == "two", when
-    assert found["data"].size_mb in ((SMALL, SMALL + 1) if verb == "grow" else (SMALL,)), when
-    if verb != "remove-snapshot":
-        assert read_file(snapshot_image(host, parts["first"]), "a") == "one", when
-    if "new" in found:
-        assert read_file(image(host, found["new"]), "a") == ("one" if verb == "clone" else ""), when
-    if "new" in parts:
-        assert read_file(snapshot_image(host, parts["new"]), "a") == "two", when
+    assert text in ("one", "two") if operation == "rollback" else text == "two", when
+    assert volumes["data"].size_mb in ((SMALL, SMALL + 1) if operation == "grow" else (SMALL,)), when
+    if operation != "remove-snapshot":
+        assert read_file(snapshot_image(host, snapshots["first"]), "a") == "one", when
+    if "new" in volumes:
+        assert read_file(image(host, volumes["new"]), "a") == ("one" if operation == "clone" else ""), when
+    if "new" in snapshots:
+        assert read_file(snapshot_image(host, snapshots["new"]), "a") == "two", when
 
 
-def test_a_killed_capture_of_several_volumes_leaves_all_or_none(root: Path) -> None:
-    whole = 0
-    for fatal in itertools.count(1):
-        (root / str(fatal)).mkdir()
-        host = VolumeHost(root / str(fatal))
+def test_a_killed_capture_of_several_volumes_is_all_or_nothing(root: Path) -> None:
+    complete_captures = 0
+    for fatal_step in itertools.count(1):
+        (root / str(fatal_step)).mkdir()
+        host = VolumeHost(root / str(fatal_step))
         one, two = asyncio.run(two_volumes(host))
-        taken = Snapshot(kind=SnapshotKind.SNAPSHOT)
-        captures = [new_snapshot(one, of=taken.id), new_snapshot(two, of=taken.id)]
-        outcome = die(host, host.capture_sandbox(taken, captures), fatal)
-        there = tuple(path.name for path in directory_records.directories(host.layout.snapshots))
-        _, scan = asyncio.run(reopen(host, snapshots=there))
-        found = {each.id for each in scan.volume_snapshots}
-        assert found == ({each.id for each in captures} if there else set()), f"killed at step {fatal}"
+        snapshot = Snapshot(kind=SnapshotKind.SNAPSHOT)
+        captures = [new_snapshot(one, sandbox_snapshot=snapshot.id), new_snapshot(two, sandbox_snapshot=snapshot.id)]
+        outcome = run_until_killed(host, host.capture_sandbox(snapshot, captures), fatal_step)
+        committed_snapshots = tuple(path.name for path in directory_records.directories(host.layout.snapshots))
+        _, scan = asyncio.run(reopen(host, snapshots=committed_snapshots))
+        ids = {each.id for each in scan.volume_snapshots}
+        assert ids == ({each.id for each in captures} if committed_snapshots else set()), f"killed at step {fatal_step}"
         assert not stray_files(host)
-        whole += bool(there)
+        complete_captures += bool(committed_snapshots)
         if outcome != KILLED:
             break
-    assert fatal > 8 and 0 < whole < fatal
+    assert fatal_step > 8 and 0 < complete_captures < fatal_step
 
 
-async def test_errors_have_the_documented_kinds(host: VolumeHost) -> None:
+async def test_rollback_to_a_missing_snapshot_raises_a_gateway_error(host: VolumeHost) -> None:
     volume = new_volume()
     await host.create(volume)
     with pytest.raises(GatewayError):
         await host.rollback(volume, new_snapshot(volume))
-    assert check_file_system(image(host, volume)) and not stray_files(host)
+    assert has_intact_file_system(image(host, volume)) and not stray_files(host)

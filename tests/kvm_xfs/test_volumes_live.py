@@ -1,4 +1,4 @@
-"""Volumes in machines: open files still work in forks, and captures match the machine's instant."""
+"""Test volumes in machines: captures of volumes, of the disk and of the memory are of the same instant."""
 
 from __future__ import annotations
 
@@ -35,14 +35,14 @@ def create_sandbox(live: Live, name: str, *mounts: MountSpec, template: str = TE
 def start_program(live: Live, ref: str, program: str) -> None:
     """Start a Python program in the background of a sandbox."""
     live.do(live.engine.commands.exec(ref, ["sh", "-c", "cat >/root/program"], stdin=program.encode()))
-    live.shell(ref, "python3 /root/program </dev/null >/root/said 2>&1 &")
+    live.shell(ref, "python3 /root/program </dev/null >/root/output 2>&1 &")
 
 
 def read_file(live: Live, ref: str, path: str) -> str:
     return live.shell(ref, f"cat {path} 2>/dev/null || true").strip("\0\n ")
 
 
-TWO_PLACES = """
+COUNTER = """
 import os
 volume = os.open("/data/count", os.O_RDWR | os.O_CREAT)
 disk = os.open("/root/count", os.O_RDWR | os.O_CREAT)
@@ -57,14 +57,14 @@ while True:
 
 def test_a_volume_is_captured_at_the_same_instant_as_the_disk(live: Live) -> None:
     create_sandbox(live, "source", MountSpec("data", "/data"))
-    start_program(live, "source", TWO_PLACES)
+    start_program(live, "source", COUNTER)
     for name in ("0", "1", "2"):
         before = read_counter(live, "source")
         eventually(lambda before=before: read_counter(live, "source") > before + 3, SOON)
         live.do(live.engine.snapshots.create("source", name=f"mark{name}", volumes=["data"]))
         # In a fork with memory, the program could no longer write to the volume.
         create_sandbox(live, f"box{name}", MountSpec("data", "/data", clone=True), template=f"mark{name}")
-        volume, disk = (int(read_file(live, f"box{name}", f"{place}/count")) for place in ("/data", "/root"))
+        volume, disk = (int(read_file(live, f"box{name}", f"{folder}/count")) for folder in ("/data", "/root"))
         assert disk > before and volume - disk in (0, 1)
         live.do(live.engine.sandboxes.delete(f"box{name}"))
     assert [each.name for each in live.engine.volumes.list()] == ["data"]
@@ -74,19 +74,19 @@ def read_counter(live: Live, ref: str) -> int:
     return int(read_file(live, ref, "/root/count") or 0)
 
 
-def test_a_capture_without_volumes_does_not_touch_them(live: Live) -> None:
+def test_a_capture_without_volumes_does_not_freeze_them(live: Live) -> None:
     create_sandbox(live, "source", MountSpec("data", "/data"))
-    captured = live.do(live.engine.snapshots.create("source"))
-    assert "volumes" not in captured.host["phases_ms"]
-    captured = live.do(live.engine.snapshots.create("source", volumes=["data"]))
-    assert captured.host["phases_ms"]["volumes"] < 1000
+    snapshot = live.do(live.engine.snapshots.create("source"))
+    assert "volumes" not in snapshot.host["phases_ms"]
+    snapshot = live.do(live.engine.snapshots.create("source", volumes=["data"]))
+    assert snapshot.host["phases_ms"]["volumes"] < 1000
 
 
-def test_a_full_disk_during_a_capture_of_volumes(kvm_xfs_world: KvmXfsWorld, small_gateway: Live) -> None:  # noqa: F811
+def test_capture_of_volumes_on_a_full_disk_fails_and_cleans_up(kvm_xfs_world: KvmXfsWorld, small_gateway: Live) -> None:  # noqa: F811
     live = small_gateway
     live.do(live.engine.volumes.create("data", SMALL))
     create_sandbox(live, "one", MountSpec("data", "/data"))
-    live.shell("one", "head -c 20000000 /dev/urandom >/run/blob; echo kept >/data/file; sync")
+    live.shell("one", "head -c 20000000 /dev/urandom >/run/blob; echo data >/data/file; sync")
     root = live.config.host.state_root
     before = snapshot_files(root)
     fill(root, 4 << 20)
@@ -94,38 +94,38 @@ def test_a_full_disk_during_a_capture_of_volumes(kvm_xfs_world: KvmXfsWorld, sma
         live.do(live.engine.snapshots.create("one", name="big", volumes=["data"]))
     (root / "filler").unlink()
     assert snapshot_files(root) == before
-    assert read_file(live, "one", "/data/file") == "kept"
+    assert read_file(live, "one", "/data/file") == "data"
     live.shell("one", "echo more >>/data/file && sync")
     live.do(live.engine.snapshots.create("one", name="big", volumes=["data"]))
 
 
 def snapshot_files(root: Path) -> set[str]:
-    """The files of snapshots and volumes."""
+    """Return the paths of all files and directories of snapshots and volumes."""
     return {
-        str(Path(place, name).relative_to(root))
+        str(Path(directory, name).relative_to(root))
         for top in ("snapshots", "volumes")
-        for place, below, names in os.walk(root / top)
-        for name in below + names
+        for directory, subdirectories, names in os.walk(root / top)
+        for name in subdirectories + names
     }
 
 
-def test_a_server_ends_with_the_last_sandbox_of_its_volume(live: Live) -> None:
+def test_removing_the_last_sandbox_of_a_volume_stops_its_server(live: Live) -> None:
     volume = live.engine.volumes.get("data")
     create_sandbox(live, "one", MountSpec("data", "/data"))
-    assert server_pids(live, volume.id)
+    assert list_servers(live, volume.id)
     live.do(live.engine.sandboxes.delete("one"))
-    eventually(lambda: not server_pids(live, volume.id), SOON)
+    eventually(lambda: not list_servers(live, volume.id), SOON)
 
 
-def server_pids(live: Live, volume: str) -> list[str]:
-    """The processes that belong to a volume of this gateway."""
-    place = f"{live.config.host.state_root}/serving"
-    found = []
+def list_servers(live: Live, volume: str) -> list[str]:
+    """Return the command lines of the server processes of a volume."""
+    directory = f"{live.config.host.state_root}/serving"
+    command_lines = []
     for process in Path("/proc").glob("[0-9]*/cmdline"):
         try:
             line = process.read_text(errors="replace").replace("\0", " ")
         except OSError:
             continue
-        if place in line and volume in line:
-            found.append(line)
-    return found
+        if directory in line and volume in line:
+            command_lines.append(line)
+    return command_lines

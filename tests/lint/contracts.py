@@ -1,4 +1,4 @@
-"""A contract for import-linter: packages with few imports."""
+"""A contract for import-linter that lists the allowed imports of a package."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from importlinter import Contract, ContractCheck, fields, output
 
 
 class ImportOnly(Contract):
-    """``modules`` and those below them import themselves, the standard library, and the modules in ``also``."""
+    """``modules`` and their submodules may import only themselves, the standard library and the modules in ``also``."""
 
     modules = fields.ListField(subfield=fields.StringField())
     also = fields.ListField(subfield=fields.StringField(), required=False, default=[])
@@ -17,17 +17,17 @@ class ImportOnly(Contract):
     def check(self, graph: Any, verbose: bool) -> ContractCheck:
         roots: list[str] = list(self.modules)  # type: ignore[call-overload]
         allowed = [*roots, *self.also]  # type: ignore[misc]
-        wrong = [
+        violations = [
             (module, imported)
             for module in sorted(graph.modules)
             if _is_in(module, roots)
             for imported in sorted(graph.find_modules_directly_imported_by(module))
             if imported.partition(".")[0] not in sys.stdlib_module_names and not _is_in(imported, allowed)
         ]
-        return ContractCheck(kept=not wrong, metadata={"wrong": wrong})
+        return ContractCheck(kept=not violations, metadata={"violations": violations})
 
     def render_broken_contract(self, check: ContractCheck) -> None:
-        for module, imported in check.metadata["wrong"]:
+        for module, imported in check.metadata["violations"]:
             output.print_error(f"{module} must not import {imported}", bold=False)
 
 

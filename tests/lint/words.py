@@ -1,7 +1,7 @@
-"""Check the wording of prose: guides, docstrings, help, error sentences, log messages, module documentation.
+"""Check the wording of guides, docstrings, help texts, errors, log messages and module documentation.
 
-`python -m tests.lint.words` prints each finding with its remedy and exits with 1 if there are more than
-`allowed.toml` permits; guides get no allowance. `--update` lowers the allowances to the present counts.
+`python -m tests.lint.words` prints each finding with its remedy, and exits with 1 if there are more findings than
+`allowed.toml` permits. Guides have no allowance. `--update` lowers the allowances to the current counts.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ from proselint.tools import LintFile
 
 from tests.support.session import REPOSITORY
 
-HERE = Path(__file__).parent
-ALLOWED = HERE / "allowed.toml"
+DIRECTORY = Path(__file__).parent
+ALLOWED = DIRECTORY / "allowed.toml"
 
 GUIDES = (
     "README.md",
@@ -40,7 +40,7 @@ GUIDES = (
 )
 CODE = ("gateway/src", "gateway/extras", "plugins", "roles", "playbooks", "benchmarks", "tests", "requirements")
 
-# proselint's checks that are useful for technical English; the others are about typography, places and slang.
+# The checks of proselint that are useful for technical English. The others are about typography, places and slang.
 PROSELINT = {
     "archaism": True,
     "cliches": True,
@@ -61,7 +61,7 @@ PROSELINT = {
 
 @dataclass(frozen=True)
 class Rule:
-    """A pattern that no sentence may contain, and the words to use instead."""
+    """A pattern that no sentence may contain, with the words to use instead."""
 
     name: str
     pattern: re.Pattern[str]
@@ -72,7 +72,7 @@ class Rule:
 
 @dataclass(frozen=True)
 class Prose:
-    """A piece of text and the line on which it begins."""
+    """A piece of text, with the line on which it begins."""
 
     line: int
     text: str
@@ -91,8 +91,8 @@ class Finding:
 
 
 @cache
-def rules() -> tuple[Rule, ...]:
-    entries = tomllib.loads((HERE / "words.toml").read_text())["rule"]
+def load_rules() -> tuple[Rule, ...]:
+    entries = tomllib.loads((DIRECTORY / "words.toml").read_text())["rule"]
     return tuple(
         Rule(each["name"], re.compile(each["pattern"]), each["remedy"], tuple(each["bad"]), tuple(each["good"]))
         for each in entries
@@ -102,19 +102,19 @@ def rules() -> tuple[Rule, ...]:
 # --- extraction ------------------------------------------------------------------------------------------------------
 
 
-def markdown(text: str) -> Iterator[Prose]:
-    """Paragraphs, list items, headings and table cells; fenced code is left out, inline code becomes a word."""
-    fenced = False
+def extract_markdown(text: str) -> Iterator[Prose]:
+    """Yield paragraphs, list items, headings and table cells. Omits fenced code, and replaces inline code with CODE."""
+    in_fence = False
     block: list[str] = []
     start = 0
     for number, line in enumerate([*text.splitlines(), ""], 1):
         if line.lstrip().startswith("```"):
-            fenced = not fenced
+            in_fence = not in_fence
             line = ""
-        elif fenced:
+        elif in_fence:
             continue
-        begins = re.match(r"\s*(?:[*-]|\d+\.|#+|>|\|)(?:\s|$)|\s*<!--", line)
-        if block and (begins or not line.strip()):
+        begins_block = re.match(r"\s*(?:[*-]|\d+\.|#+|>|\|)(?:\s|$)|\s*<!--", line)
+        if block and (begins_block or not line.strip()):
             yield Prose(start, _plain(" ".join(block)))
             block = []
         if line.lstrip().startswith("|"):
@@ -131,13 +131,22 @@ def _plain(text: str) -> str:
     return re.sub(r"[*_]{1,2}(\w[^*]*?)[*_]{1,2}", r"\1", text).strip()
 
 
-LOGS = {"debug", "info", "warning", "error", "exception", "critical"}
-SPEAKING = {"fail_json", "exit_json", "warn", "error", "usage_error", "add_argument", "add_parser", "add_subparsers"}
-SPOKEN = {"help", "description", "epilog", "short_help", "msg", "metavar_help"}
+LOG_METHODS = {"debug", "info", "warning", "error", "exception", "critical"}
+MESSAGE_FUNCTIONS = {
+    "fail_json",
+    "exit_json",
+    "warn",
+    "error",
+    "usage_error",
+    "add_argument",
+    "add_parser",
+    "add_subparsers",
+}
+MESSAGE_KEYWORDS = {"help", "description", "epilog", "short_help", "msg", "metavar_help"}
 
 
-def python(text: str) -> Iterator[Prose]:
-    """Docstrings, help texts, sentences of errors, messages of logs, and the documentation of a module."""
+def extract_python(text: str) -> Iterator[Prose]:
+    """Yield docstrings, help texts, errors, log messages and the documentation of modules."""
     tree = ast.parse(text)
     for node in ast.walk(tree):
         if isinstance(node, (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)):
@@ -146,22 +155,22 @@ def python(text: str) -> Iterator[Prose]:
         elif isinstance(node, ast.Raise) and isinstance(node.exc, ast.Call):
             yield from (prose for argument in node.exc.args for prose in _literal_text(argument))
         elif isinstance(node, ast.Call):
-            yield from _function_name(node)
+            yield from _call_texts(node)
         elif isinstance(node, ast.Assign) and getattr(node.targets[0], "id", "") in ("DOCUMENTATION", "RETURN"):
             yield from (Prose(node.lineno, each) for each in _descriptions(yaml.safe_load(_literal(node.value))))
 
 
-def _function_name(node: ast.Call) -> Iterator[Prose]:
+def _call_texts(node: ast.Call) -> Iterator[Prose]:
     name = getattr(node.func, "attr", getattr(node.func, "id", ""))
     for keyword in node.keywords:
-        if keyword.arg in SPOKEN:
+        if keyword.arg in MESSAGE_KEYWORDS:
             yield from _literal_text(keyword.value)
-    if (name in LOGS or name in SPEAKING or name.endswith(("Error", "Failure"))) and node.args:
+    if (name in LOG_METHODS or name in MESSAGE_FUNCTIONS or name.endswith(("Error", "Failure"))) and node.args:
         yield from _literal_text(node.args[0])
 
 
 def _literal_text(node: ast.expr) -> Iterator[Prose]:
-    """The text of a literal, with CODE for its values; nothing if it has fewer than two words."""
+    """Yield the text of a literal, with CODE for its values. Ignores texts of fewer than two words."""
     text = _literal(node)
     if text and " " in text.strip():
         yield from _paragraphs(node.lineno, text)
@@ -186,14 +195,14 @@ def _paragraphs(line: int, text: str) -> Iterator[Prose]:
             )
 
 
-SHOWN = {"description", "short_description", "notes", "fail_msg", "success_msg", "requirements", "details"}
+SHOWN_KEYS = {"description", "short_description", "notes", "fail_msg", "success_msg", "requirements", "details"}
 
 
 def _descriptions(data: Any) -> Iterator[str]:
-    """Texts under the keys that Ansible shows to readers."""
+    """Yield the texts under the keys that Ansible shows to readers."""
     if isinstance(data, dict):
         for key, value in data.items():
-            if key in SHOWN or (key in ("msg", "name") and isinstance(value, str) and " " in value):
+            if key in SHOWN_KEYS or (key in ("msg", "name") and isinstance(value, str) and " " in value):
                 yield from _texts(value)
             else:
                 yield from _descriptions(value)
@@ -212,50 +221,50 @@ def _texts(value: Any) -> Iterator[str]:
 
 
 class _Loader(yaml.SafeLoader):
-    """Reads tags such as !unsafe and !vault as the plain values below them."""
+    """Replaces tags such as !unsafe and !vault with their plain values."""
 
 
 _Loader.add_multi_constructor("!", lambda loader, suffix, node: getattr(node, "value", ""))
 
 
-def yaml_file(text: str) -> Iterator[Prose]:
-    """Descriptions of arguments, and names and messages of tasks."""
+def extract_yaml(text: str) -> Iterator[Prose]:
+    """Yield descriptions of arguments, and names and messages of tasks."""
     for document in yaml.load_all(text, Loader=_Loader):
         yield from (Prose(1, each) for each in _descriptions(document))
 
 
-def fragment(text: str) -> Iterator[Prose]:
-    """The entries of a changelog fragment."""
+def extract_fragment(text: str) -> Iterator[Prose]:
+    """Yield the entries of a changelog fragment."""
     for entries in (yaml.safe_load(text) or {}).values():
         yield from (Prose(1, _plain(each)) for each in entries)
 
 
-def prose_of(path: Path) -> list[Prose]:
+def extract_prose(path: Path) -> list[Prose]:
     text = path.read_text()
     if path.suffix == ".md":
-        return list(markdown(text))
+        return list(extract_markdown(text))
     if path.suffix == ".py":
-        return list(python(text))
-    return list(fragment(text) if path.parent.name == "fragments" else yaml_file(text))
+        return list(extract_python(text))
+    return list(extract_fragment(text) if path.parent.name == "fragments" else extract_yaml(text))
 
 
 # --- findings --------------------------------------------------------------------------------------------------------
 
 
-def sentences(text: str) -> list[str]:
+def split_sentences(text: str) -> list[str]:
     return [each for each in re.split(r"(?<=[.!?;])\s+", text) if each]
 
 
 def findings_in(path: str, pieces: Iterable[Prose]) -> Iterator[Finding]:
     for piece in pieces:
-        for sentence in sentences(piece.text):
-            for rule in rules():
+        for sentence in split_sentences(piece.text):
+            for rule in load_rules():
                 if rule.pattern.search(sentence):
                     yield Finding(path, piece.line, rule.name, rule.remedy, sentence)
 
 
 def proselint_findings(path: str, pieces: list[Prose]) -> Iterator[Finding]:
-    """Checks all pieces of a file in one run, since each run is slow."""
+    """Check all pieces of a file in a single run, because each run is slow."""
     registry = CheckRegistry()
     if not registry.checks:
         registry.register_many(proselint_checks)
@@ -264,21 +273,21 @@ def proselint_findings(path: str, pieces: list[Prose]) -> Iterator[Finding]:
     if not content:
         return
     for result in LintFile(path, content).lint({"max_errors": 1000, "checks": PROSELINT}):
-        found = result.check_result
+        match = result.check_result
         # proselint puts a line break before the content.
-        piece = pieces[bisect_right(starts, max(found.span[0] - 1, 0), hi=len(pieces)) - 1]
-        yield Finding(path, piece.line, found.check_path, found.message, piece.text)
+        piece = pieces[bisect_right(starts, max(match.span[0] - 1, 0), hi=len(pieces)) - 1]
+        yield Finding(path, piece.line, match.check_path, match.message, piece.text)
 
 
-def files(places: Iterable[str]) -> Iterator[Path]:
+def find_files(places: Iterable[str]) -> Iterator[Path]:
     for place in places:
-        root = REPOSITORY / place
-        if root.is_file():
-            yield root
-        elif root.is_dir():
+        path_or_directory = REPOSITORY / place
+        if path_or_directory.is_file():
+            yield path_or_directory
+        elif path_or_directory.is_dir():
             yield from sorted(
                 path
-                for path in root.rglob("*")
+                for path in path_or_directory.rglob("*")
                 if path.suffix in (".md", ".py", ".yml")
                 and "_site" not in path.parts
                 and not path.parts[-1].startswith(".")
@@ -286,50 +295,50 @@ def files(places: Iterable[str]) -> Iterator[Path]:
 
 
 def check(path: Path) -> list[Finding]:
-    name = _name(path)
-    pieces = prose_of(path)
-    return [*findings_in(name, pieces), *proselint_findings(name, pieces)]
+    relative_path = _relative_path(path)
+    pieces = extract_prose(path)
+    return [*findings_in(relative_path, pieces), *proselint_findings(relative_path, pieces)]
 
 
-def allowances() -> dict[str, int]:
-    """Findings that code may still have, by directory; the longest directory that contains a file counts."""
+def read_allowances() -> dict[str, int]:
+    """Return the allowed number of findings by directory. The longest directory that contains a file applies."""
     return dict(tomllib.loads(ALLOWED.read_text())["allowed"]) if ALLOWED.exists() else {}
 
 
 def directory_of(path: str, areas: Iterable[str]) -> str:
-    """The directory of ``areas`` whose allowance a file uses; empty if there is none."""
+    """Return the directory of ``areas`` whose allowance applies to a file; "" if there is none."""
     return max((each for each in areas if path.startswith(f"{each}/")), key=len, default="")
 
 
 def main(arguments: list[str]) -> int:
-    """``arguments``: --update, or paths, of which all findings are shown."""
-    wanted = tuple(word for word in arguments if not word.startswith("-"))
-    guides = {_name(path) for path in files(GUIDES)}
-    paths = sorted({*files(GUIDES), *files(CODE)})
-    if wanted:
+    """Check all files, and return the exit code. ``arguments``: --update, or paths whose findings to print."""
+    prefixes = tuple(word for word in arguments if not word.startswith("-"))
+    guides = {_relative_path(path) for path in find_files(GUIDES)}
+    paths = sorted({*find_files(GUIDES), *find_files(CODE)})
+    if prefixes:
         for path in paths:
-            if _name(path).startswith(wanted):
+            if _relative_path(path).startswith(prefixes):
                 for each in check(path):
                     print(each)
         return 0
-    allowed = allowances()
-    found = [finding for path in paths for finding in check(path)]
-    areas = {each.path: "" if each.path in guides else directory_of(each.path, allowed) for each in found}
-    counts = Counter(areas[each.path] for each in found)
+    allowed = read_allowances()
+    findings = [finding for path in paths for finding in check(path)]
+    areas = {each.path: "" if each.path in guides else directory_of(each.path, allowed) for each in findings}
+    counts = Counter(areas[each.path] for each in findings)
     if "--update" in arguments:
         lines = [f'"{each}" = {min(allowed[each], counts[each])}' for each in sorted(allowed)]
         ALLOWED.write_text(_HEAD + "\n".join(lines) + "\n")
-        allowed = allowances()
-    over = {each for each, count in counts.items() if count > allowed.get(each, 0)}
-    for each in found:
-        if areas[each.path] in over:
+        allowed = read_allowances()
+    exceeded = {each for each, count in counts.items() if count > allowed.get(each, 0)}
+    for each in findings:
+        if areas[each.path] in exceeded:
             print(each)
-    for each in sorted(over):
+    for each in sorted(exceeded):
         print(f"{each or 'guides'}: {counts[each]} findings, {allowed.get(each, 0)} allowed", file=sys.stderr)
-    return 1 if over else 0
+    return 1 if exceeded else 0
 
 
-def _name(path: Path) -> str:
+def _relative_path(path: Path) -> str:
     return path.relative_to(REPOSITORY).as_posix()
 
 

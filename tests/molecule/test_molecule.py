@@ -1,4 +1,4 @@
-"""Every scenario of molecule/, as `./dev molecule` runs it; each leaves nothing behind."""
+"""Test that every scenario in molecule/ succeeds, as `./dev molecule` runs it, and removes all its resources."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ Run = Callable[..., str]
 
 @pytest.fixture
 def run(need_root: None) -> Iterator[Run]:
-    """``run(scenario, NAME=value)`` runs a scenario that must succeed, with these variables; returns the output."""
+    """Return a function that runs a scenario with environment variables, checks its success, and returns the output."""
     state = session.run_dir() / "molecule"
     started: list[tuple[str, dict[str, str]]] = []
 
@@ -42,21 +42,21 @@ def run(need_root: None) -> Iterator[Run]:
             **variables,
         }
         started.append((scenario, env))
-        said = _molecule("test", scenario, env)
+        output = _molecule("test", scenario, env)
         started.pop()
         for step in ("idempotence", "verify"):
-            assert re.search(rf"{scenario} \S+ {step}: Executed: Successful", said), said
+            assert re.search(rf"{scenario} \S+ {step}: Executed: Successful", output), output
         assert not (state / scenario).exists()
-        return said
+        return output
 
     yield run
-    for scenario, env in started:  # after a failure, molecule has cleaned up, unless it timed out
+    for scenario, env in started:  # molecule cleans up after a failure, but not after a timeout
         if (state / scenario).exists():
             _molecule("destroy", scenario, env)
 
 
 def _molecule(command: str, scenario: str, env: dict[str, str]) -> str:
-    done = subprocess.run(
+    result = subprocess.run(
         [str(_MOLECULE), command, "--scenario-name", scenario, "--no-command-borders"],
         cwd=session.REPOSITORY,
         env=env,
@@ -66,25 +66,25 @@ def _molecule(command: str, scenario: str, env: dict[str, str]) -> str:
         timeout=_SECONDS,
         check=False,
     )
-    said = done.stdout + done.stderr
-    assert done.returncode == 0, said[-20000:]
-    return said
+    output = result.stdout + result.stderr
+    assert result.returncode == 0, output[-20000:]
+    return output
 
 
 def test_every_scenario_has_a_test() -> None:
-    there = {path.parent.name for path in _SCENARIOS.glob("*/molecule.yml")}
-    assert there == {name.removeprefix("test_scenario_") for name in globals() if name.startswith("test_scenario_")}
+    scenarios = {path.parent.name for path in _SCENARIOS.glob("*/molecule.yml")}
+    assert scenarios == {name.removeprefix("test_scenario_") for name in globals() if name.startswith("test_scenario_")}
 
 
 def test_scenario_fleet(run: Run, shared_gateway: Gateway, template: str) -> None:
     run("fleet", SANDBOX_GATEWAY_URL=shared_gateway.url, SANDBOX_TEST_TEMPLATE=template)
-    left = [each["name"] for each in shared_gateway.call("GET", "/sandboxes?limit=1000")]
-    left += [name for each in shared_gateway.call("GET", "/snapshots?limit=1000") for name in each["names"]]
-    assert not [name for name in left if name.startswith("fleet")]
+    remaining = [each["name"] for each in shared_gateway.call("GET", "/sandboxes?limit=1000")]
+    remaining += [name for each in shared_gateway.call("GET", "/snapshots?limit=1000") for name in each["names"]]
+    assert not [name for name in remaining if name.startswith("fleet")]
 
 
 def test_scenario_kvm_xfs(run: Run, shared_gateway: Gateway, template: str) -> None:
-    """Its template is a copy of this run's: other tests cover the build of one."""
+    """Copies the template of this test run, because other tests cover template builds."""
     run("kvm_xfs", GROVE_MOLECULE_TEMPLATES=str(shared_gateway.state_root / "templates"))
 
 
@@ -93,7 +93,7 @@ def test_scenario_gateway_systemd(run: Run) -> None:
 
 
 def test_scenario_jail_zfs(run: Run) -> None:
-    """Inside the lifetime of one of this run's pools, so that the scenario neither starts nor ends ZFS."""
+    """Keeps another pool, so that the scenario neither starts nor stops ZFS."""
     with pools.pool(f"t{session.run_id()}m", session.run_dir(), megabytes=128):
         run("jail_zfs", GROVE_MOLECULE_ROOTFS=str(jail_world.debian_tarball()))
         assert f"molecule-t{session.run_id()}" not in pools.run("zpool", "list", "-H", "-o", "name").stdout
@@ -102,7 +102,7 @@ def test_scenario_jail_zfs(run: Run) -> None:
 @pytest.mark.parametrize(
     "path", sorted(path for path in (_SCENARIOS / "fleet").rglob("*.*")), ids=lambda path: path.name
 )
-def test_the_guide_shows_the_scenarios_files(path: Path) -> None:
-    """The page shows each file of the scenario unchanged, after its name."""
+def test_the_guide_shows_the_files_of_the_fleet_scenario(path: Path) -> None:
+    """The page shows the name and the unchanged contents of each file of the scenario."""
     name, text = path.relative_to(_SCENARIOS.parent), path.read_text()
     assert re.search(rf"^`{name}`:\n\n```\w+\n{re.escape(text)}```$", _PAGE.read_text(), re.M), name

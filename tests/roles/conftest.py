@@ -1,4 +1,4 @@
-"""Shared fixtures of the roles' tests."""
+"""Fixtures for the tests of the roles."""
 
 from __future__ import annotations
 

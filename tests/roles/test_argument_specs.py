@@ -1,4 +1,4 @@
-"""Each role's argument specification names all options and their defaults."""
+"""Test that the argument specification of each role lists all options and their defaults."""
 
 from __future__ import annotations
 
@@ -24,16 +24,16 @@ def load(role: Path, name: str) -> Any:
 
 
 @pytest.mark.parametrize("role", ROLES, ids=lambda role: role.name)
-def test_the_specification_names_exactly_the_defaults(role: Path) -> None:
+def test_specification_and_defaults_have_the_same_options(role: Path) -> None:
     options = load(role, "meta/argument_specs.yml")["argument_specs"]["main"]["options"]
     defaults = load(role, "defaults/main.yml")
-    # An option without a default is required, or its absence has a meaning.
-    without = {name for name, option in options.items() if "default" not in option}
+    # An option without a default is required, or leaving it out has a meaning.
+    options_without_default = {name for name, option in options.items() if "default" not in option}
     assert set(defaults) <= set(options)
-    assert set(options) - set(defaults) <= without
+    assert set(options) - set(defaults) <= options_without_default
     assert all(name.startswith(f"{role.name}_") for name in options)
     for name, value in defaults.items():
-        # A template (another path on FreeBSD) evaluates on Linux to the specification's default.
+        # Templates, for example for another path on FreeBSD, evaluate to the specification's default on Linux.
         if not (isinstance(value, str) and "{{" in value):
             assert options[name].get("default", "" if value == "" else None) == value, name
 
@@ -43,11 +43,11 @@ def test_every_option_has_a_type_and_description(role: Path) -> None:
     main = load(role, "meta/argument_specs.yml")["argument_specs"]["main"]
     assert main["short_description"] and main["description"] and main["author"]
 
-    def check(options: dict[str, Any], within: str) -> None:
+    def check(options: dict[str, Any], prefix: str) -> None:
         for name, option in options.items():
-            assert option.get("description") and option.get("type"), f"{within}{name}"
-            assert option["type"] != "list" or option.get("elements"), f"{within}{name}"
-            check(option.get("options", {}), f"{within}{name}.")
+            assert option.get("description") and option.get("type"), f"{prefix}{name}"
+            assert option["type"] != "list" or option.get("elements"), f"{prefix}{name}"
+            check(option.get("options", {}), f"{prefix}{name}.")
 
     check(main["options"], f"{role.name}: ")
 
@@ -68,7 +68,7 @@ def test_every_option_is_used(role: Path) -> None:
     unused = [
         name for name in load(role, "meta/argument_specs.yml")["argument_specs"]["main"]["options"] if name not in used
     ]
-    assert not unused, "these are declared, and do nothing"
+    assert not unused, "these options have no effect"
 
 
 def test_a_mention_does_not_count_as_use() -> None:
@@ -83,19 +83,19 @@ def test_a_mention_does_not_count_as_use() -> None:
 
 
 def variables_of(role: Path) -> set[str]:
-    """The variables that a role's tasks, handlers, variables, defaults and templates use."""
-    found: set[str] = set()
+    """Return the variables that a role's tasks, handlers, variables, defaults and templates use."""
+    names: set[str] = set()
     for path in role.rglob("*"):
         if path.suffix == ".j2":
-            found |= names_in(path.read_text())
+            names |= names_in(path.read_text())
         elif path.suffix == ".yml" and path.parent.name != "meta":
             for document in yaml.safe_load_all(path.read_text()):
-                found |= variables_in(document)
-    return found
+                names |= variables_in(document)
+    return names
 
 
 def variables_in(value: Any, key: str = "") -> set[str]:
-    """The variables that the templates in a YAML document use; ``key``: the key whose value this is."""
+    """Return the variables that the templates in a YAML value use. ``key``: the key of this value."""
     if isinstance(value, dict):
         return {name for word, each in value.items() for name in variables_in(word) | variables_in(each, word)}
     if isinstance(value, list):

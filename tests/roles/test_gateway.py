@@ -1,4 +1,4 @@
-"""The role gateway without a supervisor: install, configure, start, change, restart, remove."""
+"""Test the role gateway without a supervisor: install, configure, start, change, restart, remove."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ import pytest
 from tests.roles.upgrade import NEWER, read_counter
 from tests.support import session
 from tests.support.gateway import Gateway
-from tests.support.roles import Played, play
+from tests.support.roles import PlayResult, play
 
-Apply = Callable[..., Played]
+Apply = Callable[..., PlayResult]
 
 
-class Installed:
-    """An installation by the role below one directory."""
+class Installation:
+    """An installation in one directory, made by the role."""
 
     def __init__(self, root: Path, state_root: Path) -> None:
         network = session.network()
@@ -61,12 +61,12 @@ class Installed:
         config: dict[str, Any] | None = None,
         collections: Path | None = None,
         **options: Any,
-    ) -> Played:
+    ) -> PlayResult:
         variables = {**self.variables, **{f"gateway_{name}": value for name, value in options.items()}}
         if config:
             variables["gateway_config"] = {**self.variables["gateway_config"], **config}
-        inside = ("env", f"ANSIBLE_COLLECTIONS_PATH={collections or self.collections}")
-        return play("gateway", variables, check=check, into=self.root, inside=inside)
+        command_prefix = ("env", f"ANSIBLE_COLLECTIONS_PATH={collections or self.collections}")
+        return play("gateway", variables, check=check, into=self.root, inside=command_prefix)
 
     def pid(self) -> int:
         return int(self.pid_file.read_text())
@@ -75,11 +75,11 @@ class Installed:
         return httpx.Client(transport=httpx.HTTPTransport(uds=str(self.socket)), base_url="http://gateway", timeout=120)
 
     def execute(self, *argv: str) -> str:
-        """The output of a program that must succeed in the sandbox ``lives``."""
+        """Run a program, which must succeed, in the sandbox ``lives``, and return its output."""
         with self.client() as client:
-            said = client.post("/sandboxes/lives/exec", json={"args": argv}).json()
-        assert said["exitCode"] == 0, said
-        return str(said["stdout"])
+            result = client.post("/sandboxes/lives/exec", json={"args": argv}).json()
+        assert result["exitCode"] == 0, result
+        return str(result["stdout"])
 
     def version(self) -> str:
         with self.client() as client:
@@ -87,159 +87,159 @@ class Installed:
 
 
 @pytest.fixture(scope="module")
-def installed(xfs_root: Path, shared_gateway: Gateway, template: str) -> Iterator[Installed]:
-    """One installation for the tests of this file, which depend on their order; its state holds the template."""
+def installation(xfs_root: Path, shared_gateway: Gateway, template: str) -> Iterator[Installation]:
+    """The installation for all tests of this file, which depend on their order. Its state contains the template."""
     root = session.run_dir() / "role"
     (root / "bin").mkdir(parents=True)
-    installed = Installed(root, xfs_root / "role")
-    installed.state_root.mkdir()
+    installation = Installation(root, xfs_root / "role")
+    installation.state_root.mkdir()
     subprocess.run(
-        ["cp", "-a", "--reflink=always", str(shared_gateway.state_root / "templates"), str(installed.state_root)],
+        ["cp", "-a", "--reflink=always", str(shared_gateway.state_root / "templates"), str(installation.state_root)],
         check=True,
         timeout=60,
     )
-    yield installed
-    installed.apply(state="absent", remove_data=True)
+    yield installation
+    installation.apply(state="absent", remove_data=True)
     shutil.rmtree(root)
 
 
-def test_check_mode_before_the_installation(installed: Installed) -> None:
-    done = installed.apply(check=True)
-    assert not done.failed, done.output
-    assert done.changed > 0
-    assert not (installed.root / "install").exists()
-    assert not installed.config_file.exists()
+def test_check_mode_installs_nothing(installation: Installation) -> None:
+    run = installation.apply(check=True)
+    assert not run.failed, run.output
+    assert run.changed > 0
+    assert not (installation.root / "install").exists()
+    assert not installation.config_file.exists()
 
 
-def test_installation_and_start(installed: Installed) -> None:
-    done = installed.apply()
-    assert not done.failed, done.output
-    with installed.client() as client:
+def test_the_role_installs_and_starts_the_gateway(installation: Installation) -> None:
+    run = installation.apply()
+    assert not run.failed, run.output
+    with installation.client() as client:
         assert client.get("/health").json()["status"] == "ok"
-    program = installed.root / "bin" / "sandboxctl"
-    listed = subprocess.run(
-        [str(program), "--url", f"unix://{installed.socket}", "--json", "template", "list"],
+    program = installation.root / "bin" / "sandboxctl"
+    result = subprocess.run(
+        [str(program), "--url", f"unix://{installation.socket}", "--json", "template", "list"],
         capture_output=True,
         text=True,
         timeout=60,
         check=True,
     )
-    assert [item["names"] for item in json.loads(listed.stdout)] == [["debian"]]
+    assert [item["names"] for item in json.loads(result.stdout)] == [["debian"]]
 
 
-def test_a_second_run_changes_nothing(installed: Installed) -> None:
-    before = installed.pid()
-    again = installed.apply()
-    assert (again.failed, again.changed_task_names) == (False, []), again.output
-    checked = installed.apply(check=True)
+def test_a_second_run_changes_nothing(installation: Installation) -> None:
+    before = installation.pid()
+    repeated = installation.apply()
+    assert (repeated.failed, repeated.changed_task_names) == (False, []), repeated.output
+    checked = installation.apply(check=True)
     assert (checked.failed, checked.changed_task_names) == (False, []), checked.output
-    assert installed.pid() == before
+    assert installation.pid() == before
 
 
-def test_only_root_can_read_the_log(installed: Installed) -> None:
-    path = installed.root / "log" / "gateway.log"
+def test_only_root_can_read_the_log(installation: Installation) -> None:
+    path = installation.root / "log" / "gateway.log"
     assert path.read_text().count('"event": "listening"') == 1
     assert stat.S_IMODE(path.stat().st_mode) == 0o600
 
 
-def test_keys_are_secret_and_kept(installed: Installed) -> None:
-    assert stat.S_IMODE(installed.key_file.stat().st_mode) == 0o600
-    name, scope, key = installed.key_file.read_text().split()
+def test_keys_are_secret_and_preserved(installation: Installation) -> None:
+    assert stat.S_IMODE(installation.key_file.stat().st_mode) == 0o600
+    name, scope, key = installation.key_file.read_text().split()
     assert (name, scope, len(key)) == ("admin", "admin", 48)
 
-    done = installed.apply(keys=[{"name": "ci", "scope": "exec"}, {"name": "admin", "scope": "admin"}])
-    assert not done.failed, done.output
-    lines = [line.split() for line in installed.key_file.read_text().splitlines()]
+    run = installation.apply(keys=[{"name": "ci", "scope": "exec"}, {"name": "admin", "scope": "admin"}])
+    assert not run.failed, run.output
+    lines = [line.split() for line in installation.key_file.read_text().splitlines()]
     assert [line[:2] for line in lines] == [["ci", "exec"], ["admin", "admin"]]
     assert lines[1][2] == key
     assert lines[0][2] != key
-    assert key not in done.output
-    assert lines[0][2] not in done.output
+    assert key not in run.output
+    assert lines[0][2] not in run.output
 
-    doubled = installed.apply(keys=[{"name": "a"}, {"name": "a"}])
-    assert doubled.failed
-    assert "needs a unique name" in doubled.message
+    duplicate = installation.apply(keys=[{"name": "a"}, {"name": "a"}])
+    assert duplicate.failed
+    assert "needs a unique name" in duplicate.message
 
 
-def test_sandboxes_survive_a_new_configuration(installed: Installed) -> None:
-    with installed.client() as client:
-        made = client.post("/sandboxes", json={"templateID": "debian", "name": "lives", "timeout": -1})
-        assert made.status_code == 201, made.text
-    before = installed.pid()
-    with socket.create_server(("127.0.0.1", 0)) as taken:
-        port = taken.getsockname()[1]
-    done = installed.apply(config={"server": {"listen": f"127.0.0.1:{port}"}, "limits": {"sandboxes": 7}})
-    assert not done.failed, done.output
-    assert "grove.sandbox.gateway : Write the configuration" in done.changed_task_names
-    assert installed.pid() != before
-    written = tomllib.loads(installed.config_file.read_text())
-    assert written["limits"] == {"sandboxes": 7}
-    assert written["server"]["socket"] == str(installed.socket)
-    key = installed.key_file.read_text().split()[2]
-    answer = httpx.get(f"http://127.0.0.1:{port}/sandboxes/lives", headers={"X-API-Key": key}, timeout=60)
-    assert answer.json()["state"] == "running"
+def test_sandboxes_survive_a_new_configuration(installation: Installation) -> None:
+    with installation.client() as client:
+        response = client.post("/sandboxes", json={"templateID": "debian", "name": "lives", "timeout": -1})
+        assert response.status_code == 201, response.text
+    before = installation.pid()
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        port = listener.getsockname()[1]
+    run = installation.apply(config={"server": {"listen": f"127.0.0.1:{port}"}, "limits": {"sandboxes": 7}})
+    assert not run.failed, run.output
+    assert "grove.sandbox.gateway : Write the configuration" in run.changed_task_names
+    assert installation.pid() != before
+    config = tomllib.loads(installation.config_file.read_text())
+    assert config["limits"] == {"sandboxes": 7}
+    assert config["server"]["socket"] == str(installation.socket)
+    key = installation.key_file.read_text().split()[2]
+    response = httpx.get(f"http://127.0.0.1:{port}/sandboxes/lives", headers={"X-API-Key": key}, timeout=60)
+    assert response.json()["state"] == "running"
     assert httpx.get(f"http://127.0.0.1:{port}/sandboxes/lives", timeout=60).status_code == 401
-    with installed.client() as client:
-        said = client.post("/sandboxes/lives/exec", json={"args": ["cat", "/proc/uptime"]}).json()
-        assert said["exitCode"] == 0, said
+    with installation.client() as client:
+        result = client.post("/sandboxes/lives/exec", json={"args": ["cat", "/proc/uptime"]}).json()
+        assert result["exitCode"] == 0, result
 
 
-def test_sandboxes_survive_an_upgrade(installed: Installed, newer_collections: Path) -> None:
-    older, counted = installed.version(), read_counter(installed.execute)
-    predicted = installed.apply(check=True, collections=newer_collections)
+def test_sandboxes_survive_an_upgrade(installation: Installation, newer_collections: Path) -> None:
+    older, count_before = installation.version(), read_counter(installation.execute)
+    predicted = installation.apply(check=True, collections=newer_collections)
     assert not predicted.failed, predicted.output
     assert "grove.sandbox.gateway : Copy the package" in predicted.changed_task_names
-    assert installed.version() == older
+    assert installation.version() == older
 
-    installed.collections = newer_collections
-    upgraded = installed.apply()
+    installation.collections = newer_collections
+    upgraded = installation.apply()
     assert not upgraded.failed, upgraded.output
-    assert installed.version() == NEWER != older
-    assert read_counter(installed.execute).continued_from(counted), "not only is it there: the same memory goes on"
+    assert installation.version() == NEWER != older
+    assert read_counter(installation.execute).continued_from(count_before), "the process must continue with its memory"
 
 
-def test_startup_errors_are_reported(installed: Installed) -> None:
-    done = installed.apply(config={"server": {"listen": "0.0.0.0:1"}, "nonsense": {"a": 1}})
-    assert done.failed
-    assert "nonsense: unknown key" in done.message
-    assert not installed.apply().failed
+def test_startup_errors_are_reported(installation: Installation) -> None:
+    run = installation.apply(config={"server": {"listen": "0.0.0.0:1"}, "nonsense": {"a": 1}})
+    assert run.failed
+    assert "nonsense: unknown key" in run.message
+    assert not installation.apply().failed
 
 
-def test_a_crashed_gateway_is_started_again(installed: Installed) -> None:
-    os.kill(installed.pid(), signal.SIGKILL)
-    done = installed.apply()
-    assert not done.failed, done.output
-    with installed.client() as client:
+def test_a_crashed_gateway_is_started_again(installation: Installation) -> None:
+    os.kill(installation.pid(), signal.SIGKILL)
+    run = installation.apply()
+    assert not run.failed, run.output
+    with installation.client() as client:
         assert client.get("/sandboxes/lives").json()["state"] == "running"
 
 
-def test_removal_is_refused_while_a_sandbox_runs(installed: Installed) -> None:
-    done = installed.apply(state="absent")
-    assert done.failed
-    assert done.message.startswith("1 sandboxes run (lives): kill or pause them first")
-    with installed.client() as client:
+def test_removal_is_refused_while_a_sandbox_runs(installation: Installation) -> None:
+    run = installation.apply(state="absent")
+    assert run.failed
+    assert run.message.startswith("Sandboxes are still running (1: lives). Kill or pause them first")
+    with installation.client() as client:
         assert client.get("/health").status_code == 200
 
 
-def test_paused_sandboxes_survive_removal_and_reinstallation(installed: Installed) -> None:
-    with installed.client() as client:
+def test_paused_sandboxes_survive_removal_and_reinstallation(installation: Installation) -> None:
+    with installation.client() as client:
         assert client.post("/sandboxes/lives/pause").status_code == 204
-    done = installed.apply(state="absent")
-    assert not done.failed, done.output
-    assert not (installed.root / "install").exists()
-    assert not installed.config_file.exists()
-    assert list((installed.state_root / "sandboxes").iterdir())
-    assert installed.apply(state="absent").changed_task_names == []
+    run = installation.apply(state="absent")
+    assert not run.failed, run.output
+    assert not (installation.root / "install").exists()
+    assert not installation.config_file.exists()
+    assert list((installation.state_root / "sandboxes").iterdir())
+    assert installation.apply(state="absent").changed_task_names == []
 
-    assert not installed.apply().failed
-    with installed.client() as client:
+    assert not installation.apply().failed
+    with installation.client() as client:
         assert client.get("/sandboxes/lives").json()["state"] == "paused"
         assert client.post("/sandboxes/lives/resume", json={}).status_code == 201
 
 
-def test_everything_is_removed_on_request(installed: Installed) -> None:
-    os.kill(installed.pid(), signal.SIGKILL)
-    done = installed.apply(state="absent", remove_data=True)
-    assert not done.failed, done.output
-    assert [path.name for path in installed.state_root.iterdir()] == []
-    assert installed.apply(state="absent", remove_data=True).changed_task_names == []
+def test_everything_is_removed_on_request(installation: Installation) -> None:
+    os.kill(installation.pid(), signal.SIGKILL)
+    run = installation.apply(state="absent", remove_data=True)
+    assert not run.failed, run.output
+    assert [path.name for path in installation.state_root.iterdir()] == []
+    assert installation.apply(state="absent", remove_data=True).changed_task_names == []

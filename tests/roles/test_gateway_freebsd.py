@@ -1,6 +1,6 @@
-"""The FreeBSD part of the role gateway: its files rendered and checked, its tasks run against doubles.
+"""Test the FreeBSD part of the role gateway, with doubles of FreeBSD's commands.
 
-The tests do not run on FreeBSD: rc.subr's requirements for a script are simulated below, from rc.subr(8) and rc(8).
+The tests do not run on FreeBSD. A double of rc.subr checks the requirements of rc.subr(8) and rc(8).
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ import pytest
 import yaml
 
 from tests.support import session
-from tests.support.roles import Played, environment
+from tests.support.roles import PlayResult, environment
 
 ROLE = session.REPOSITORY / "roles" / "gateway"
 FACTS = {"ansible_os_family": "FreeBSD", "ansible_distribution": "FreeBSD", "ansible_service_mgr": "bsdinit"}
 
-# Only the part of rc.subr that shows whether a script is correct: the variables at each step, and the final command.
+# Only the part of rc.subr that shows whether a script is correct: the variables at each step, and the command.
 RC_SUBR = """\
 load_rc_config() { [ "$1" = "$name" ] && [ -n "$rcvar" ] || { echo "too early" >&2; exit 9; }; . "$RC_CONF"; loaded=1; }
 run_rc_command() {
@@ -72,7 +72,7 @@ esac
 
 
 class FreeBSD:
-    """Doubles of FreeBSD's commands, and runs of the role's tasks with them."""
+    """Doubles of FreeBSD's commands. Runs tasks of the role with them."""
 
     def __init__(self, directory: Path) -> None:
         self.directory = directory
@@ -98,8 +98,8 @@ class FreeBSD:
         self.os: dict[str, Any] = {**variables["gateway_os"], "rc_dir": str(self.rc_dir), "group": "root"}
         self.script = self.rc_dir / "sandbox_gateway"
 
-    def apply(self, *tasks: str, check: bool = False, **options: Any) -> Played:
-        """Run the role's task files, with the facts and settings that its main.yml finds on FreeBSD."""
+    def apply(self, *tasks: str, check: bool = False, **options: Any) -> PlayResult:
+        """Run task files of the role, with the facts and settings that main.yml finds on FreeBSD."""
         variables = {
             "ansible_python_interpreter": "/usr/bin/python3",
             "gateway_os": self.os,
@@ -132,11 +132,11 @@ class FreeBSD:
         ansible = Path(sys.executable).parent / "ansible-playbook"
         argv = [str(ansible), "-i", "localhost,", "-e", f"@{extra}", str(playbook), *(["--check"] if check else [])]
         env = {**environment(self.directory), **self.environ}
-        done = subprocess.run(argv, capture_output=True, text=True, timeout=120, env=env, check=False)
-        output = done.stdout + done.stderr
+        run = subprocess.run(argv, capture_output=True, text=True, timeout=120, env=env, check=False)
+        output = run.stdout + run.stderr
         recap = re.search(r"changed=(\d+) +unreachable=(\d+) +failed=(\d+)", output)
         assert recap, output[-4000:]
-        return Played(output, int(recap[1]), recap[3] != "0", "")
+        return PlayResult(output, int(recap[1]), recap[3] != "0", "")
 
 
 @pytest.fixture
@@ -144,16 +144,16 @@ def freebsd(need_root: None, tmp_path: Path) -> FreeBSD:
     return FreeBSD(tmp_path)
 
 
-def changed_tasks(done: Played) -> list[str]:
-    assert not done.failed, done.output
-    return [name.partition(" : ")[2] for name in done.changed_task_names]
+def changed_tasks(run: PlayResult) -> list[str]:
+    assert not run.failed, run.output
+    return [name.partition(" : ")[2] for name in run.changed_task_names]
 
 
 def test_packages_are_listed_then_installed(freebsd: FreeBSD) -> None:
     freebsd.packages.write_text("pkg\npython311\n")
     assert changed_tasks(freebsd.apply("packages_pkg", check=True)) == ["Install the missing packages"]
     assert changed_tasks(freebsd.apply("packages_pkg")) == ["Install the missing packages"]
-    # pkg was not there, so its list of packages did not count
+    # pkg was missing, so its list of packages was ignored
     assert sorted(freebsd.packages.read_text().split()) == ["pkg", "python311", "python311", "rust"]
     assert changed_tasks(freebsd.apply("packages_pkg")) == []
 
@@ -162,13 +162,13 @@ def test_freebsd_paths_are_used(freebsd: FreeBSD) -> None:
     defaults = yaml.safe_load((ROLE / "defaults" / "main.yml").read_text())
     names = [name for name, value in defaults.items() if "gateway_os" in str(value)]
     playbook = freebsd.directory / "paths.json"
-    shown = {"ansible.builtin.debug": {"msg": "{{ " + ", ".join(names) + " }}"}}
+    task = {"ansible.builtin.debug": {"msg": "{{ " + ", ".join(names) + " }}"}}
     files = [str(ROLE / "defaults" / "main.yml"), str(ROLE / "vars" / "FreeBSD.yml")]
-    play = [{"hosts": "localhost", "connection": "local", "gather_facts": False, "vars_files": files, "tasks": [shown]}]
+    play = [{"hosts": "localhost", "connection": "local", "gather_facts": False, "vars_files": files, "tasks": [task]}]
     playbook.write_text(json.dumps(play))
     ansible = Path(sys.executable).parent / "ansible-playbook"
     env = environment(freebsd.directory)
-    done = subprocess.run(
+    run = subprocess.run(
         [str(ansible), "-i", "localhost,", str(playbook)], capture_output=True, text=True, env=env, check=True
     )
     for path in (
@@ -179,7 +179,7 @@ def test_freebsd_paths_are_used(freebsd: FreeBSD) -> None:
         "/var/run/sandbox-gateway/gateway.pid",
         "python3.11",
     ):
-        assert f'"{path}"' in done.stdout
+        assert f'"{path}"' in run.stdout
 
 
 def test_the_script_meets_the_requirements_of_rc(freebsd: FreeBSD) -> None:
@@ -189,32 +189,32 @@ def test_the_script_meets_the_requirements_of_rc(freebsd: FreeBSD) -> None:
     subprocess.run(["sh", "-n", str(freebsd.script)], check=True)
     lines = text.splitlines()
     assert lines[0] == "#!/bin/sh"
-    # rcorder reads one block of these, in this order
+    # rcorder reads one block of these keywords, in this order
     keywords = [line.split(":")[0] for line in lines if re.match(r"# [A-Z]+:", line)]
     assert keywords == ["# PROVIDE", "# REQUIRE", "# KEYWORD"]
     assert "# PROVIDE: sandbox_gateway" in lines
     order = [". /etc/rc.subr", 'name="sandbox_gateway"', 'rcvar="sandbox_gateway_enable"', 'load_rc_config "$name"']
     order += [': ${sandbox_gateway_enable:="NO"}', 'run_rc_command "$1"']
-    found = [lines.index(line) for line in order]
-    assert found == sorted(found)
+    positions = [lines.index(line) for line in order]
+    assert positions == sorted(positions)
     assert [line for line in lines if line][-1] == order[-1]
-    assert re.fullmatch("[a-z_]+", "sandbox_gateway"), "a name is part of shell variables"
+    assert re.fullmatch("[a-z_]+", "sandbox_gateway"), "the name must be valid in shell variables"
 
 
 def test_the_script_starts_the_daemon_under_daemon8(freebsd: FreeBSD) -> None:
     changed_tasks(freebsd.apply("start", start_seconds=1))
-    done = subprocess.run(
+    run = subprocess.run(
         [str(freebsd.directory / "service"), "sandbox_gateway", "show"],
         env={**os.environ, **freebsd.environ},
         capture_output=True,
         text=True,
         check=True,
     )
-    enabled, command, path = done.stdout.splitlines()
+    enabled, command, path = run.stdout.splitlines()
     assert enabled == "sandbox_gateway_enable=YES"
     pid, config = freebsd.directory / "run/gateway.pid", freebsd.directory / "etc/config.toml"
     program = "/usr/local/sandbox-gateway/venv/bin/sandbox-gateway"
-    words = [
+    arguments = [
         "-r",
         "-R",
         "2",
@@ -227,16 +227,16 @@ def test_the_script_starts_the_daemon_under_daemon8(freebsd: FreeBSD) -> None:
         "--config",
         str(config),
     ]
-    assert shlex.split(command)[1:] == words
+    assert shlex.split(command)[1:] == arguments
     assert "/usr/local/bin" in path
 
 
 def test_the_service_is_started_once_and_stopped(freebsd: FreeBSD) -> None:
     predicted = freebsd.apply("start", check=True, start_seconds=1)
-    wanted = ["Write the rc.d script", "Enable the service", "Start the service"]
-    assert changed_tasks(predicted) == wanted
+    expected = ["Write the rc.d script", "Enable the service", "Start the service"]
+    assert changed_tasks(predicted) == expected
     assert not freebsd.script.exists()
-    assert changed_tasks(freebsd.apply("start", start_seconds=1)) == wanted
+    assert changed_tasks(freebsd.apply("start", start_seconds=1)) == expected
     assert (freebsd.directory / "run" / "gateway.pid").exists()
     assert freebsd.rc_conf.read_text() == 'sandbox_gateway_enable="YES"\n'
     assert changed_tasks(freebsd.apply("start", start_seconds=1)) == []
@@ -248,5 +248,5 @@ def test_the_service_is_started_once_and_stopped(freebsd: FreeBSD) -> None:
 
 def test_a_new_script_restarts_the_service(freebsd: FreeBSD) -> None:
     changed_tasks(freebsd.apply("start", start_seconds=1))
-    again = freebsd.apply("start", start_seconds=1, log_file="/var/log/other.log")
-    assert changed_tasks(again) == ["Write the rc.d script", "Stop the service", "Start the service"]
+    repeated = freebsd.apply("start", start_seconds=1, log_file="/var/log/other.log")
+    assert changed_tasks(repeated) == ["Write the rc.d script", "Stop the service", "Start the service"]

@@ -1,4 +1,4 @@
-"""The role gateway under systemd: in a Debian 12 that is booted as a container on this machine."""
+"""Test the role gateway under systemd, in a Debian 12 container that boots on this machine."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ import yaml
 from tests.roles.upgrade import NEWER, read_counter
 from tests.support import session
 from tests.support.gateway import Gateway
-from tests.support.roles import Played, environment, play
+from tests.support.roles import PlayResult, environment, play
 from tests.support.waiting import eventually
 
 PACKAGES = (
@@ -35,40 +35,40 @@ exec systemd-nspawn "$@"
 """
 _SYSTEMD = "/usr/lib/systemd/systemd"
 
-EXPOSURE = 62
-"""The highest allowed result of `systemd-analyze security`, in tenths. With private mounts it would be 48."""
+MAX_EXPOSURE = 62
+"""Maximum result of `systemd-analyze security`, in tenths. With private mounts it would be 48."""
 
-NEEDED = {
-    "to be root, who makes mounts, namespaces and control groups, and loses what it does not need (capabilities)": (
+NEEDED_PERMISSIONS = {
+    "run as root to create mounts, namespaces and control groups, and drop unneeded capabilities": (
         "UserOrDynamicUser CapabilityBoundingSet_CAP_SYS_ADMIN PrivateUsers ProtectControlGroups Delegate "
         "SystemCallFilter_mount SystemCallFilter_privileged CapabilityBoundingSet_CAP_SYS_CHROOT "
         "RestrictNamespaces_mnt RestrictNamespaces_pid RestrictNamespaces_ipc RestrictNamespaces_uts"
     ),
-    "sandboxes' network: namespaces, taps, nft, sysctls, their ports forwarded, downloads, names of one's own choice": (
+    "networks of sandboxes: namespaces, taps, nft, sysctls, forwarded ports, downloads, host names": (
         "PrivateNetwork CapabilityBoundingSet_CAP_NET_ADMIN RestrictNamespaces_net "
         "RestrictAddressFamilies_AF_NETLINK RestrictAddressFamilies_AF_INET_INET6 RestrictAddressFamilies_AF_UNIX "
         "IPAddressDeny ProtectHostname"
     ),
-    "machines and servers of volumes that run as others and with less: started, measured (pages), limited, ended": (
+    "start, measure, limit and stop machines and volume servers, which run as other users with fewer privileges": (
         "CapabilityBoundingSet_CAP_SET_UID_GID_PCAP CapabilityBoundingSet_CAP_SYS_PTRACE "
         "CapabilityBoundingSet_CAP_KILL CapabilityBoundingSet_CAP_SYS_NICE_RESOURCE SystemCallFilter_resources "
         "MemoryDenyWriteExecute"
     ),
     "KVM, taps and loop devices": ("PrivateDevices DeviceAllow"),
-    "templates: a tree with its owners, modes and devices is made, and packages' programs run in it": (
+    "templates: create a file tree with owners, modes and devices, and run programs of packages in it": (
         "CapabilityBoundingSet_CAP_CHOWN_FSETID_SETFCAP CapabilityBoundingSet_CAP_DAC_FOWNER_IPC_OWNER "
         "RestrictSUIDSGID CapabilityBoundingSet_CAP_MKNOD CapabilityBoundingSet_CAP_AUDIT UMask"
     ),
-    "no mounts of its own: network namespaces are mounts, and must outlive the service": (
+    "no private mounts: network namespaces are mounts and must outlive the service": (
         "PrivateMounts PrivateTmp ProtectHome ProtectSystem ProtectProc ProcSubset ProtectKernelLogs "
         "ProtectKernelModules ProtectKernelTunables RootDirectoryOrRootImage"
     ),
 }
-"""Permissions of the unit, by the feature that needs them; names are those of `systemd-analyze security --json`."""
+"""Permissions of the unit, by the feature that needs them, with the names of `systemd-analyze security --json`."""
 
 
 class Machine:
-    """A booted Debian 12. It shares the network of this machine and has the repository at the same path."""
+    """A booted Debian 12 container. It shares this machine's network and has the repository at the same path."""
 
     def __init__(self, directory: Path, state_root: Path) -> None:
         self.directory = directory
@@ -98,7 +98,7 @@ class Machine:
         self.init = self._init()
 
     def _init(self) -> int:
-        """The pid, on the outside, of the systemd inside."""
+        """Return the process id of the container's systemd, as seen from this machine."""
         deadline = time.monotonic() + 60
         while time.monotonic() < deadline:
             assert self.process.poll() is None, "the container did not boot"
@@ -114,7 +114,7 @@ class Machine:
         return ("nsenter", "--target", str(self.init), "--mount", "--uts", "--ipc", "--pid", "--")
 
     def run(self, *argv: str) -> str:
-        done = subprocess.run(
+        result = subprocess.run(
             [*self.enter, *argv],
             capture_output=True,
             text=True,
@@ -122,12 +122,12 @@ class Machine:
             env=environment(session.run_dir()),
             check=False,
         )
-        assert done.returncode == 0, f"{argv}: {done.stdout} {done.stderr}\n{self.journal()}"
-        return done.stdout
+        assert result.returncode == 0, f"{argv}: {result.stdout} {result.stderr}\n{self.journal()}"
+        return result.stdout
 
     def journal(self) -> str:
-        read = ["journalctl", "--unit=sandbox-gateway", "--lines=30", "--output=cat", "--no-pager"]
-        return subprocess.run([*self.enter, *read], capture_output=True, text=True, timeout=60, check=False).stdout
+        argv = ["journalctl", "--unit=sandbox-gateway", "--lines=30", "--output=cat", "--no-pager"]
+        return subprocess.run([*self.enter, *argv], capture_output=True, text=True, timeout=60, check=False).stdout
 
     def stop(self) -> None:
         os.kill(self.init, signal.SIGRTMIN + 4)
@@ -142,14 +142,14 @@ class Machine:
 def machine(xfs_root: Path, shared_gateway: Gateway, template: str) -> Iterator[Machine]:
     archive = session.cache_dir() / "debian12-systemd.tar.zst"
     if not archive.exists():
-        fresh = archive.with_name("fresh-" + archive.name)
+        temporary = archive.with_name("fresh-" + archive.name)
         subprocess.run(
-            ["mmdebstrap", "--variant=minbase", f"--include={PACKAGES}", "bookworm", str(fresh)],
+            ["mmdebstrap", "--variant=minbase", f"--include={PACKAGES}", "bookworm", str(temporary)],
             check=True,
             capture_output=True,
             timeout=900,
         )
-        fresh.rename(archive)
+        temporary.rename(archive)
     directory, state_root = xfs_root / "debian12", xfs_root / "debian12-state"
     directory.mkdir()
     state_root.mkdir()
@@ -169,7 +169,7 @@ def machine(xfs_root: Path, shared_gateway: Gateway, template: str) -> Iterator[
 
 
 def _remove_payload() -> None:
-    """Remove the control groups that the machine's systemd made for each mount; they remain after its end."""
+    """Remove the control groups that the container's systemd created for mounts and left behind."""
     for payload in Path("/sys/fs/cgroup").glob("*/payload"):
         for group in sorted((path for path in payload.rglob("*") if path.is_dir()), reverse=True):
             with contextlib.suppress(OSError):
@@ -195,10 +195,10 @@ def apply_role(
     check: bool = False,
     collections: Path = session.COLLECTIONS,
     **options: Any,
-) -> Played:
+) -> PlayResult:
     more = {f"gateway_{name}": value for name, value in options.items()}
-    inside = (*machine.enter, "env", f"ANSIBLE_COLLECTIONS_PATH={collections}")
-    return play("gateway", {**variables, **more}, check=check, inside=inside)
+    command_prefix = (*machine.enter, "env", f"ANSIBLE_COLLECTIONS_PATH={collections}")
+    return play("gateway", {**variables, **more}, check=check, inside=command_prefix)
 
 
 def sandboxctl(machine: Machine, *argv: str) -> str:
@@ -215,26 +215,26 @@ def run_in_lives(machine: Machine) -> Callable[..., str]:
 
 
 def unit_property(machine: Machine, name: str) -> str:
-    """A property of the unit."""
+    """Return a property of the unit."""
     return machine.run("systemctl", "show", f"--property={name}", "--value", "sandbox-gateway").strip()
 
 
 def test_services_of_host_packages_never_run(machine: Machine) -> None:
-    known = yaml.safe_load((session.REPOSITORY / "roles/kvm_xfs_host/vars/Debian.yml").read_text())
-    units = [unit for listed in known["kvm_xfs_host_services"].values() for unit in listed]
-    book = session.run_dir() / "packages.json"
+    variables = yaml.safe_load((session.REPOSITORY / "roles/kvm_xfs_host/vars/Debian.yml").read_text())
+    units = [unit for listed in variables["kvm_xfs_host_services"].values() for unit in listed]
+    playbook = session.run_dir() / "packages.json"
     task = {"ansible.builtin.include_role": {"name": "grove.sandbox.kvm_xfs_host", "tasks_from": "packages"}}
     python = {"ansible_python_interpreter": "/usr/bin/python3"}
-    play = {"hosts": "localhost", "connection": "local", "gather_facts": False, "vars": {**python, **known}}
-    book.write_text(json.dumps([{**play, "tasks": [task]}]))
-    ansible = (str(Path(sys.executable).with_name("ansible-playbook")), "-i", "localhost,", str(book))
+    play = {"hosts": "localhost", "connection": "local", "gather_facts": False, "vars": {**python, **variables}}
+    playbook.write_text(json.dumps([{**play, "tasks": [task]}]))
+    ansible = (str(Path(sys.executable).with_name("ansible-playbook")), "-i", "localhost,", str(playbook))
     first = machine.run(*ansible)
     assert "TASK [grove.sandbox.kvm_xfs_host : Prevent the services of new packages from starting]" in first
     machine.run("dpkg-query", "--show", "nfs-ganesha", "nfs-ganesha-vfs", "rpcbind")
     machine.run("test", "-x", "/usr/bin/ganesha.nfsd", "-a", "!", "-e", "/usr/sbin/policy-rc.d")
-    for each in units:
-        shown = machine.run("systemctl", "show", "--property=LoadState,ActiveEnterTimestampMonotonic", each)
-        assert sorted(shown.split()) == ["ActiveEnterTimestampMonotonic=0", "LoadState=masked"], each
+    for unit in units:
+        shown = machine.run("systemctl", "show", "--property=LoadState,ActiveEnterTimestampMonotonic", unit)
+        assert sorted(shown.split()) == ["ActiveEnterTimestampMonotonic=0", "LoadState=masked"], unit
     assert "changed=0 " in machine.run(*ansible)
 
 
@@ -247,94 +247,94 @@ def test_check_mode_then_installation_then_no_changes(machine: Machine, variable
     assert machine.run("systemctl", "is-enabled", "sandbox-gateway").strip() == "enabled"
     assert machine.run("stat", "--format=%a %G", "/run/sandbox-gateway/gateway.sock").split() == ["660", "sandbox"]
     assert machine.run("stat", "--format=%a", "/run/sandbox-gateway").strip() == "755"
-    again = apply_role(machine, variables)
-    assert (again.failed, again.changed_task_names) == (False, []), again.output
+    repeated = apply_role(machine, variables)
+    assert (repeated.failed, repeated.changed_task_names) == (False, []), repeated.output
 
 
 def test_the_unit_has_only_the_permissions_it_needs(machine: Machine) -> None:
     listed = json.loads(machine.run("systemd-analyze", "security", "--json=short", "sandbox-gateway"))
-    left = {each["json_field"] for each in listed if float(each.get("exposure") or 0) > 0}
-    assert left == {name for names in NEEDED.values() for name in names.split()}
-    machine.run("systemd-analyze", "security", f"--threshold={EXPOSURE}", "sandbox-gateway")
+    exposed = {unit["json_field"] for unit in listed if float(unit.get("exposure") or 0) > 0}
+    assert exposed == {name for names in NEEDED_PERMISSIONS.values() for name in names.split()}
+    machine.run("systemd-analyze", "security", f"--threshold={MAX_EXPOSURE}", "sandbox-gateway")
 
 
-def test_the_units_restrictions_allow_all_features(machine: Machine) -> None:
-    """Uses a sandbox with a volume (loop device, mount, NFS server), its capture with memory, and a fork of that."""
+def test_the_unit_allows_all_features(machine: Machine) -> None:
+    """Uses a sandbox with a volume (loop device, mount, NFS server), captures it with memory, and forks the capture."""
     sandboxctl(machine, "volume", "create", "data", "--size", "64M")
     sandboxctl(machine, "create", "debian", "--name", "lives", "--volume", "data:/srv/data")
-    inside = run_in_lives(machine)
-    inside("sh", "-c", "echo kept >/srv/data/file; sync")
+    run_inside = run_in_lives(machine)
+    run_inside("sh", "-c", "echo kept >/srv/data/file; sync")
     sandboxctl(machine, "volume", "grow", "data", "96M")
-    counted = read_counter(inside)
+    count_before = read_counter(run_inside)
     sandboxctl(machine, "snapshot", "create", "lives", "--name", "running")
-    # The first capture copies much, while the machine runs.
+    # The first capture copies much memory while the machine runs.
     sandboxctl(machine, "snapshot", "create", "lives", "--name", "again")
     assert json.loads(sandboxctl(machine, "--json", "snapshot", "show", "again"))["memory"] == "written"
     sandboxctl(machine, "create", "running", "--name", "fork")
-    assert read_counter(lambda *argv: sandboxctl(machine, "exec", "fork", "--", *argv)).continued_from(counted)
+    assert read_counter(lambda *argv: sandboxctl(machine, "exec", "fork", "--", *argv)).continued_from(count_before)
     assert sandboxctl(machine, "exec", "fork", "--", "cat", "/srv/data/file") == "kept\n"
     sandboxctl(machine, "kill", "fork")
-    assert "limit" not in machine.journal(), "machines are in control groups of their own"
+    assert "limit" not in machine.journal(), "machines must be in separate control groups"
 
 
 def test_sandboxes_survive_a_restart_and_a_crash_of_the_unit(machine: Machine, variables: dict[str, Any]) -> None:
-    counted = read_counter(run_in_lives(machine))
+    count_before = read_counter(run_in_lives(machine))
     machine.run("systemctl", "restart", "sandbox-gateway")
     assert sandbox_state(machine, "lives") == "running"
-    crashed = unit_property(machine, "MainPID")
+    crashed_pid = unit_property(machine, "MainPID")
     machine.run("systemctl", "kill", "--signal=KILL", "--kill-who=main", "sandbox-gateway")
     eventually(
-        lambda: unit_property(machine, "MainPID") != crashed and unit_property(machine, "SubState") == "running", 60
+        lambda: unit_property(machine, "MainPID") != crashed_pid and unit_property(machine, "SubState") == "running", 60
     )
-    assert read_counter(run_in_lives(machine)).continued_from(counted)
+    assert read_counter(run_in_lives(machine)).continued_from(count_before)
     assert sandboxctl(machine, "exec", "lives", "--", "cat", "/srv/data/file") == "kept\n"
 
 
-def test_a_hanging_gateway_is_restarted_without_ending_sandboxes(machine: Machine, variables: dict[str, Any]) -> None:
-    counted = read_counter(run_in_lives(machine))
-    hung = unit_property(machine, "MainPID")
-    # Its event loop sends no more notifications, as if it were blocked.
-    machine.run("kill", "-STOP", hung)
+def test_a_hanging_gateway_is_restarted_and_sandboxes_keep_running(machine: Machine, variables: dict[str, Any]) -> None:
+    count_before = read_counter(run_in_lives(machine))
+    hung_pid = unit_property(machine, "MainPID")
+    # A stopped process sends no notifications, like one whose event loop is blocked.
+    machine.run("kill", "-STOP", hung_pid)
     eventually(
-        lambda: unit_property(machine, "MainPID") != hung and unit_property(machine, "SubState") == "running", 240
+        lambda: unit_property(machine, "MainPID") != hung_pid and unit_property(machine, "SubState") == "running", 240
     )
     assert "watchdog" in machine.journal().lower()
-    assert read_counter(run_in_lives(machine)).continued_from(counted)
+    assert read_counter(run_in_lives(machine)).continued_from(count_before)
     assert sandboxctl(machine, "exec", "lives", "--", "cat", "/srv/data/file") == "kept\n"
 
 
 def test_sandboxes_survive_an_upgrade(machine: Machine, variables: dict[str, Any], newer_collections: Path) -> None:
-    counted = read_counter(run_in_lives(machine))
-    done = apply_role(machine, variables, collections=newer_collections)
-    assert not done.failed, done.output
+    count_before = read_counter(run_in_lives(machine))
+    result = apply_role(machine, variables, collections=newer_collections)
+    assert not result.failed, result.output
     assert json.loads(sandboxctl(machine, "--json", "health"))["version"] == NEWER
-    assert read_counter(run_in_lives(machine)).continued_from(counted)
+    assert read_counter(run_in_lives(machine)).continued_from(count_before)
     assert sandboxctl(machine, "exec", "lives", "--", "cat", "/srv/data/file") == "kept\n"
 
 
 def test_a_new_configuration_restarts_the_gateway(machine: Machine, variables: dict[str, Any]) -> None:
     changed = {**variables, "gateway_config": {**variables["gateway_config"], "limits": {"sandboxes": 9}}}
-    done = apply_role(machine, changed)
-    assert not done.failed, done.output
+    result = apply_role(machine, changed)
+    assert not result.failed, result.output
     assert sandbox_state(machine, "lives") == "running"
 
 
 def test_a_startup_error_is_reported_once(machine: Machine, variables: dict[str, Any]) -> None:
     broken = {**variables, "gateway_config": {**variables["gateway_config"], "nonsense": {"a": 1}}}
-    done = apply_role(machine, broken)
-    assert done.failed
-    assert "nonsense: unknown key" in done.message
+    result = apply_role(machine, broken)
+    assert result.failed
+    assert "nonsense: unknown key" in result.message
     assert unit_property(machine, "NRestarts") == "0"
     assert not apply_role(machine, variables).failed
     assert sandbox_state(machine, "lives") == "running"
 
 
-def test_removal(machine: Machine, variables: dict[str, Any]) -> None:
+def test_removal_needs_remove_data_while_a_sandbox_runs(machine: Machine, variables: dict[str, Any]) -> None:
     refused = apply_role(machine, variables, state="absent")
     assert refused.failed
     assert "lives" in refused.message
-    gone = apply_role(machine, variables, state="absent", remove_data=True)
-    assert not gone.failed, gone.output
+    removed = apply_role(machine, variables, state="absent", remove_data=True)
+    assert not removed.failed, removed.output
     assert "qemu-system" not in machine.run("ps", "--no-headers", "-eo", "comm")
     machine.run("test", "!", "-e", "/etc/systemd/system/sandbox-gateway.service")
     assert apply_role(machine, variables, state="absent", remove_data=True).changed_task_names == []

@@ -1,4 +1,4 @@
-"""The role jail_zfs_host on a real pool, with doubles of FreeBSD's commands in their own network."""
+"""Test the role jail_zfs_host with a real pool, and doubles of FreeBSD's commands in a separate network."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ import pytest
 from tests.freebsd_shim.harness import Shim, shim_in
 from tests.jail_zfs import pools
 from tests.support import session
-from tests.support.roles import Played, play
+from tests.support.roles import PlayResult, play
 
 
-class Place:
-    """A pool, a shim, and the files that the role writes."""
+class JailHost:
+    """A host that consists of a pool, the shim, and a directory for the files that the role writes."""
 
     def __init__(self, pool: pools.Pool, shim: Shim, directory: Path) -> None:
         self.pool, self.shim, self.directory = pool, shim, directory
@@ -34,11 +34,11 @@ class Place:
             "sysctl_conf": str(directory / "sysctl.conf"),
         }
 
-    def apply(self, check: bool = False, **options: Any) -> Played:
+    def apply(self, check: bool = False, **options: Any) -> PlayResult:
         variables = {f"jail_zfs_host_{name}": value for name, value in {**self.variables, **options}.items()}
-        inside = ["/usr/bin/nsenter", f"--net=/proc/{self.shim.space}/ns/net", "/usr/bin/env"]
-        inside += [f"PATH={self.shim.environ['PATH']}", f"FREEBSD_SHIM_STATE={self.shim.state}"]
-        return play("jail_zfs_host", variables, check=check, into=self.directory, inside=tuple(inside))
+        command_prefix = ["/usr/bin/nsenter", f"--net=/proc/{self.shim.namespace_pid}/ns/net", "/usr/bin/env"]
+        command_prefix += [f"PATH={self.shim.environ['PATH']}", f"FREEBSD_SHIM_STATE={self.shim.state}"]
+        return play("jail_zfs_host", variables, check=check, into=self.directory, inside=tuple(command_prefix))
 
     def datasets(self) -> list[str]:
         return pools.run("zfs", "list", "-H", "-r", "-o", "name", self.pool.name).stdout.split()
@@ -46,112 +46,114 @@ class Place:
 
 @pytest.fixture(scope="module")
 def pool(need_root: None) -> Iterator[pools.Pool]:
-    with pools.pool(f"t{session.run_id()}r", session.run_dir()) as made:
-        yield made
+    with pools.pool(f"t{session.run_id()}r", session.run_dir()) as pool:
+        yield pool
 
 
 @pytest.fixture
-def place(pool: pools.Pool, tmp_path: Path) -> Iterator[Place]:
+def jail_host(pool: pools.Pool, tmp_path: Path) -> Iterator[JailHost]:
     with shim_in(tmp_path) as shim:
-        yield Place(pool, shim, tmp_path)
+        yield JailHost(pool, shim, tmp_path)
     if f"{pool.name}/a" in pools.run("zfs", "list", "-H", "-o", "name").stdout.split():
         pools.destroy_all(f"{pool.name}/a")
 
 
-def test_check_mode_then_first_run_then_no_changes(place: Place) -> None:
-    (place.directory / "pf.conf").write_text("set skip on lo0\nnat on em0 from any to any -> 192.0.2.1\npass all\n")
-    predicted = place.apply(check=True)
+def test_check_mode_then_first_run_then_no_changes(jail_host: JailHost) -> None:
+    (jail_host.directory / "pf.conf").write_text("set skip on lo0\nnat on em0 from any to any -> 192.0.2.1\npass all\n")
+    predicted = jail_host.apply(check=True)
     assert not predicted.failed, predicted.output
-    assert place.datasets() == [place.pool.name]
-    assert not (place.directory / "loader.conf").exists()
+    assert jail_host.datasets() == [jail_host.pool.name]
+    assert not (jail_host.directory / "loader.conf").exists()
 
-    first = place.apply()
+    first = jail_host.apply()
     assert not first.failed, first.output
     assert predicted.changed_task_names == first.changed_task_names
-    tree = [f"{place.dataset}{name}" for name in ("", "/retired", "/sandboxes")]
-    assert place.datasets() == [place.pool.name, f"{place.pool.name}/a", *tree]
-    got = pools.run("zfs", "get", "-H", "-o", "value", "atime,com.sun:auto-snapshot", tree[2]).stdout.split()
-    assert got == ["off", "false"]
-    assert (place.directory / "pf.conf").read_text().splitlines() == [
+    tree = [f"{jail_host.dataset}{name}" for name in ("", "/retired", "/sandboxes")]
+    assert jail_host.datasets() == [jail_host.pool.name, f"{jail_host.pool.name}/a", *tree]
+    values = pools.run("zfs", "get", "-H", "-o", "value", "atime,com.sun:auto-snapshot", tree[2]).stdout.split()
+    assert values == ["off", "false"]
+    assert (jail_host.directory / "pf.conf").read_text().splitlines() == [
         "set skip on lo0",
         "nat on em0 from any to any -> 192.0.2.1",
         'nat-anchor "sbx/*"',
         "pass all",
         'anchor "sbx/*"',
     ]
-    assert 'kern.racct.enable="1"' in (place.directory / "loader.conf").read_text()
-    assert "net.inet.ip.forwarding=1" in (place.directory / "sysctl.conf").read_text()
-    assert place.shim.check_ok("sysctl", "-n", "kern.logsigexit") == "0\n", "a jail writes no lines of the host's log"
-    assert place.bridge in place.shim.check_ok("ifconfig", "-l")
-    assert re.search(r"inet 10\.\S+\.1 netmask", place.shim.check_ok("ifconfig", place.bridge))
-    assert 'anchor "sbx/*" all' in place.shim.check_ok("pfctl", "-s", "rules")
+    assert 'kern.racct.enable="1"' in (jail_host.directory / "loader.conf").read_text()
+    assert "net.inet.ip.forwarding=1" in (jail_host.directory / "sysctl.conf").read_text()
+    assert jail_host.shim.check_ok("sysctl", "-n", "kern.logsigexit") == "0\n", "jails must not write to the host's log"
+    assert jail_host.bridge in jail_host.shim.check_ok("ifconfig", "-l")
+    assert re.search(r"inet 10\.\S+\.1 netmask", jail_host.shim.check_ok("ifconfig", jail_host.bridge))
+    assert 'anchor "sbx/*" all' in jail_host.shim.check_ok("pfctl", "-s", "rules")
 
     for check in (False, True):
-        again = place.apply(check=check)
-        assert (again.failed, again.changed_task_names) == (False, []), again.output
+        repeated = jail_host.apply(check=check)
+        assert (repeated.failed, repeated.changed_task_names) == (False, []), repeated.output
 
-    pools.run("zfs", "set", "atime=on", place.dataset)
-    mended = place.apply()
-    assert mended.changed_task_names == ["grove.sandbox.jail_zfs_host : Set the values that differ"], mended.output
+    pools.run("zfs", "set", "atime=on", jail_host.dataset)
+    corrected = jail_host.apply()
+    assert corrected.changed_task_names == ["grove.sandbox.jail_zfs_host : Set the values that differ"], (
+        corrected.output
+    )
 
 
-def test_data_are_kept_unless_removal_is_requested(place: Place) -> None:
-    assert not place.apply().failed
-    clone = f"{place.dataset}/sandboxes/i1"
+def test_data_are_kept_unless_removal_is_requested(jail_host: JailHost) -> None:
+    assert not jail_host.apply().failed
+    clone = f"{jail_host.dataset}/sandboxes/i1"
     pools.run("zfs", "create", clone)
     pools.run("zfs", "snapshot", f"{clone}@s1")
 
-    done = place.apply(state="absent")
-    assert not done.failed, done.output
-    assert "keeps its sandboxes" in done.output
-    assert clone in place.datasets()
-    assert place.bridge not in place.shim.check_ok("ifconfig", "-l")
-    assert "sbx" not in (place.directory / "pf.conf").read_text() + place.shim.check_ok("pfctl", "-s", "rules")
-    assert place.apply(state="absent").changed_task_names == []
+    run = jail_host.apply(state="absent")
+    assert not run.failed, run.output
+    assert "keeps its sandboxes" in run.output
+    assert clone in jail_host.datasets()
+    assert jail_host.bridge not in jail_host.shim.check_ok("ifconfig", "-l")
+    assert "sbx" not in (jail_host.directory / "pf.conf").read_text() + jail_host.shim.check_ok("pfctl", "-s", "rules")
+    assert jail_host.apply(state="absent").changed_task_names == []
 
-    outside = f"{place.pool.name}/theirs"
-    pools.run("zfs", "clone", f"{clone}@s1", outside)
-    pools.run("zfs", "create", f"{place.dataset}/precious")
-    refused = place.apply(state="absent", remove_data=True)
+    foreign_dataset = f"{jail_host.pool.name}/theirs"
+    pools.run("zfs", "clone", f"{clone}@s1", foreign_dataset)
+    pools.run("zfs", "create", f"{jail_host.dataset}/precious")
+    refused = jail_host.apply(state="absent", remove_data=True)
     assert refused.failed
-    assert outside in refused.message
-    assert f"{place.dataset}/precious" in refused.message
-    assert clone in place.datasets()
+    assert foreign_dataset in refused.message
+    assert f"{jail_host.dataset}/precious" in refused.message
+    assert clone in jail_host.datasets()
 
-    pools.destroy_all(outside)
-    pools.destroy_all(f"{place.dataset}/precious")
-    predicted = place.apply(state="absent", remove_data=True, check=True)
+    pools.destroy_all(foreign_dataset)
+    pools.destroy_all(f"{jail_host.dataset}/precious")
+    predicted = jail_host.apply(state="absent", remove_data=True, check=True)
     assert not predicted.failed, predicted.output
-    assert clone in place.datasets()
-    removed = place.apply(state="absent", remove_data=True)
+    assert clone in jail_host.datasets()
+    removed = jail_host.apply(state="absent", remove_data=True)
     assert not removed.failed, removed.output
-    assert place.dataset not in place.datasets()
-    assert f"{clone}@s1" in removed.output, "what goes is listed"
-    assert place.apply(state="absent", remove_data=True).changed_task_names == []
+    assert jail_host.dataset not in jail_host.datasets()
+    assert f"{clone}@s1" in removed.output, "the output must list the destroyed datasets"
+    assert jail_host.apply(state="absent", remove_data=True).changed_task_names == []
 
 
-def test_pools_and_datasets_in_use_are_left_alone(place: Place) -> None:
-    assert not place.apply().failed
-    dataset = f"{place.dataset}/sandboxes/i2"
+def test_pools_and_datasets_in_use_are_left_alone(jail_host: JailHost) -> None:
+    assert not jail_host.apply().failed
+    dataset = f"{jail_host.dataset}/sandboxes/i2"
     pools.run("zfs", "create", dataset)
-    root = place.pool.mount_point / "a/sandboxes/sandboxes/i2"
-    place.shim.check_ok("jail", "-c", "name=busy", f"path={root}", "persist")
-    done = place.apply(state="absent", remove_data=True)
-    place.shim.check_ok("jail", "-R", "busy")
-    assert done.failed
-    assert "(busy): end them first" in done.message
-    assert dataset in place.datasets()
+    root = jail_host.pool.mount_point / "a/sandboxes/sandboxes/i2"
+    jail_host.shim.check_ok("jail", "-c", "name=busy", f"path={root}", "persist")
+    run = jail_host.apply(state="absent", remove_data=True)
+    jail_host.shim.check_ok("jail", "-R", "busy")
+    assert run.failed
+    assert "(busy): stop them first" in run.message
+    assert dataset in jail_host.datasets()
 
-    moved = place.apply(mountpoint=str(place.directory / "elsewhere"))
+    moved = jail_host.apply(mountpoint=str(jail_host.directory / "elsewhere"))
     assert moved.failed
     assert "where its sandboxes run" in moved.message
 
 
-def test_a_kernel_without_racct_is_reported(place: Place) -> None:
-    place.shim.check_ok("freebsd-shim", "set", "kern.racct.enable", "0")
-    done = place.apply()
-    assert not done.failed, done.output
-    assert "reboot needed: kern.racct.enable" in done.output
+def test_a_kernel_without_racct_is_reported(jail_host: JailHost) -> None:
+    jail_host.shim.check_ok("freebsd-shim", "set", "kern.racct.enable", "0")
+    run = jail_host.apply()
+    assert not run.failed, run.output
+    assert "reboot needed: kern.racct.enable" in run.output
 
 
 @pytest.mark.parametrize(
@@ -162,20 +164,20 @@ def test_a_kernel_without_racct_is_reported(place: Place) -> None:
         ({"prefix": "Sandbox"}, "jail_zfs_host_prefix up to 6"),
     ],
 )
-def test_invalid_options_are_refused(place: Place, options: dict[str, str], sentence: str) -> None:
-    done = place.apply(check=True, **options)
-    assert done.failed
-    assert sentence in done.message
+def test_invalid_options_are_refused(jail_host: JailHost, options: dict[str, str], sentence: str) -> None:
+    run = jail_host.apply(check=True, **options)
+    assert run.failed
+    assert sentence in run.message
 
 
-def test_old_and_foreign_systems_are_refused(place: Place) -> None:
-    place.shim.check_ok("freebsd-shim", "set", "kern.osreldate", "1302000")
-    assert "14.0 (1400000) or newer" in place.apply().message
+def test_old_and_foreign_systems_are_refused(jail_host: JailHost) -> None:
+    jail_host.shim.check_ok("freebsd-shim", "set", "kern.osreldate", "1302000")
+    assert "14.0 (1400000) or newer" in jail_host.apply().message
     environment = {name: value for name, value in os.environ.items() if name != "FREEBSD_SHIM_STATE"}
     assert (
         subprocess.run(["sysctl", "-n", "kern.ostype"], env=environment, capture_output=True, text=True).stdout.strip()
         != "FreeBSD"
     )
-    variables = {f"jail_zfs_host_{name}": value for name, value in place.variables.items()}
-    done = play("jail_zfs_host", variables, into=place.directory)
-    assert "jails need FreeBSD" in done.message
+    variables = {f"jail_zfs_host_{name}": value for name, value in jail_host.variables.items()}
+    run = play("jail_zfs_host", variables, into=jail_host.directory)
+    assert "jails need FreeBSD" in run.message

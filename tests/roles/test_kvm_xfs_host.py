@@ -1,4 +1,4 @@
-"""The role kvm_xfs_host, applied to this machine with its own state root."""
+"""Test the role kvm_xfs_host on this machine, with a separate state root."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from pathlib import Path
 import pytest
 
 from tests.support import session
-from tests.support.roles import Played, play
+from tests.support.roles import PlayResult, play
 
-Apply = Callable[..., Played]
+Apply = Callable[..., PlayResult]
 
 
 @pytest.fixture
-def place(need_root: None, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+def directory(need_root: None, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     path = session.run_dir() / tmp_path_factory.mktemp("host").name
     path.mkdir()
     yield path
@@ -26,15 +26,15 @@ def place(need_root: None, tmp_path_factory: pytest.TempPathFactory) -> Iterator
 
 
 @pytest.fixture
-def apply(place: Path) -> Apply:
-    def apply(check: bool = False, **options: object) -> Played:
+def apply(directory: Path) -> Apply:
+    def apply(check: bool = False, **options: object) -> PlayResult:
         variables = {
-            "state_root": str(place / "state"),
+            "state_root": str(directory / "state"),
             "loop_size_mb": 2048,
             "min_free_mb": 100,
             "fstab": False,
-            "sysctl_file": str(place / "sysctl.conf"),
-            "facts_dir": str(place / "facts"),
+            "sysctl_file": str(directory / "sysctl.conf"),
+            "facts_dir": str(directory / "facts"),
             "accelerator_override": "tcg",
             **options,
         }
@@ -44,107 +44,107 @@ def apply(place: Path) -> Apply:
 
 
 def mounted_type(path: Path) -> str:
-    """Type of the file system mounted there; empty if there is none."""
-    found = subprocess.run(
+    """Return the type of the file system mounted at ``path``, or an empty string."""
+    result = subprocess.run(
         ["findmnt", "-n", "-o", "FSTYPE", "--mountpoint", str(path)], capture_output=True, text=True, check=False
     )
-    return found.stdout.strip()
+    return result.stdout.strip()
 
 
-def image(place: Path, *mkfs: str) -> Path:
-    path = place / "state.xfs"
+def create_image(directory: Path, *mkfs: str) -> Path:
+    path = directory / "state.xfs"
     with path.open("wb") as file:
         file.truncate(600 << 20)
     subprocess.run([*mkfs, str(path)], check=True, capture_output=True, timeout=60)
     return path
 
 
-def test_check_mode_on_a_bare_host_is_clean_and_changes_nothing(apply: Apply, place: Path) -> None:
-    done = apply(check=True)
-    assert not done.failed, done.output
-    assert done.changed > 0
-    assert list(place.iterdir()) == []
+def test_check_mode_changes_nothing(apply: Apply, directory: Path) -> None:
+    run = apply(check=True)
+    assert not run.failed, run.output
+    assert run.changed > 0
+    assert list(directory.iterdir()) == []
 
 
-def test_makes_mounts_and_removes_an_xfs_with_reflinks(apply: Apply, place: Path) -> None:
+def test_xfs_with_reflinks_is_created_mounted_and_removed(apply: Apply, directory: Path) -> None:
     first = apply()
     assert not first.failed, first.output
     assert first.changed > 0
-    assert mounted_type(place / "state") == "xfs"
-    (place / "state" / "a").write_bytes(b"a" * 100_000)
-    subprocess.run(["cp", "--reflink=always", "a", "b"], cwd=place / "state", check=True)
-    assert "net.ipv4.ip_forward = 1" in (place / "sysctl.conf").read_text()
+    assert mounted_type(directory / "state") == "xfs"
+    (directory / "state" / "a").write_bytes(b"a" * 100_000)
+    subprocess.run(["cp", "--reflink=always", "a", "b"], cwd=directory / "state", check=True)
+    assert "net.ipv4.ip_forward = 1" in (directory / "sysctl.conf").read_text()
 
-    again = apply()
-    assert (again.failed, again.changed_task_names) == (False, []), again.output
+    repeated = apply()
+    assert (repeated.failed, repeated.changed_task_names) == (False, []), repeated.output
     checked = apply(check=True)
     assert (checked.failed, checked.changed_task_names) == (False, []), checked.output
 
-    with (place / "state" / "open").open("w"):
-        used = apply(state="absent")
-    assert used.failed
-    assert "busy" in used.message
-    assert "End the programs that use it first" in used.message
-    assert mounted_type(place / "state") == "xfs"
+    with (directory / "state" / "open").open("w"):
+        refused = apply(state="absent")
+    assert refused.failed
+    assert "busy" in refused.message
+    assert "Stop the programs that use it first" in refused.message
+    assert mounted_type(directory / "state") == "xfs"
 
-    gone = apply(state="absent")
-    assert not gone.failed, gone.output
-    assert not mounted_type(place / "state")
-    assert (place / "state.xfs").exists(), "data stay unless one asks otherwise"
-    assert "keeps its sandboxes" in gone.output
+    unmounted = apply(state="absent")
+    assert not unmounted.failed, unmounted.output
+    assert not mounted_type(directory / "state")
+    assert (directory / "state.xfs").exists(), "data are kept by default"
+    assert "keeps its sandboxes" in unmounted.output
 
-    back = apply()
-    assert not back.failed, back.output
-    assert (place / "state" / "b").read_bytes() == b"a" * 100_000
+    remounted = apply()
+    assert not remounted.failed, remounted.output
+    assert (directory / "state" / "b").read_bytes() == b"a" * 100_000
 
     removed = apply(state="absent", remove_data=True)
     assert not removed.failed, removed.output
-    assert not (place / "state.xfs").exists()
-    assert not (place / "state").exists()
+    assert not (directory / "state.xfs").exists()
+    assert not (directory / "state").exists()
     assert apply(state="absent", remove_data=True).changed_task_names == []
 
 
-def test_refuses_an_xfs_without_reflinks(apply: Apply, place: Path) -> None:
-    image(place, "mkfs.xfs", "-q", "-m", "reflink=0")
-    done = apply()
-    assert done.failed
-    assert "without reflinks" in done.message
-    assert "mkfs.xfs -m reflink=1" in done.message
+def test_xfs_without_reflinks_is_refused(apply: Apply, directory: Path) -> None:
+    create_image(directory, "mkfs.xfs", "-q", "-m", "reflink=0")
+    run = apply()
+    assert run.failed
+    assert "without reflinks" in run.message
+    assert "mkfs.xfs -m reflink=1" in run.message
 
 
-def test_refuses_to_overwrite_another_file_system(apply: Apply, place: Path) -> None:
-    path = image(place, "mkfs.ext4", "-q")
+def test_another_file_system_is_not_overwritten(apply: Apply, directory: Path) -> None:
+    path = create_image(directory, "mkfs.ext4", "-q")
     before = path.read_bytes()[:65536]
-    done = apply()
-    assert done.failed
-    assert "contains ext4" in done.message
+    run = apply()
+    assert run.failed
+    assert "contains ext4" in run.message
     assert path.read_bytes()[:65536] == before
 
 
-def test_refuses_to_hide_files_below_the_mount(apply: Apply, place: Path) -> None:
-    (place / "state").mkdir()
-    (place / "state" / "precious").touch()
-    done = apply()
-    assert done.failed
-    assert "not empty" in done.message
-    assert "precious" in done.message
+def test_a_mount_point_with_files_is_refused(apply: Apply, directory: Path) -> None:
+    (directory / "state").mkdir()
+    (directory / "state" / "precious").touch()
+    run = apply()
+    assert run.failed
+    assert "not empty" in run.message
+    assert "precious" in run.message
 
 
-def test_refuses_a_disk_that_is_too_small(apply: Apply, place: Path) -> None:
-    done = apply(min_free_mb=1 << 30)
-    assert done.failed
-    assert "kvm_xfs_host_min_free_mb" in done.message
-    assert not (place / "state.xfs").exists()
+def test_a_disk_that_is_too_small_is_refused(apply: Apply, directory: Path) -> None:
+    run = apply(min_free_mb=1 << 30)
+    assert run.failed
+    assert "kvm_xfs_host_min_free_mb" in run.message
+    assert not (directory / "state.xfs").exists()
 
 
-def test_refuses_a_path_that_is_not_a_device(apply: Apply, place: Path) -> None:
-    done = apply(device="/dev/null")
-    assert done.failed
-    assert "not a block device" in done.message
+def test_a_path_that_is_not_a_device_is_refused(apply: Apply, directory: Path) -> None:
+    run = apply(device="/dev/null")
+    assert run.failed
+    assert "not a block device" in run.message
 
 
-def test_uses_a_device(apply: Apply, place: Path) -> None:
-    backing = place / "disk"
+def test_the_device_is_formatted_and_wiped(apply: Apply, directory: Path) -> None:
+    backing = directory / "disk"
     with backing.open("wb") as file:
         file.truncate(600 << 20)
     device = subprocess.run(
@@ -152,29 +152,29 @@ def test_uses_a_device(apply: Apply, place: Path) -> None:
     ).stdout.strip()
     try:
         assert not apply(device=device).failed
-        assert mounted_type(place / "state") == "xfs"
-        assert not (place / "state.xfs").exists()
+        assert mounted_type(directory / "state") == "xfs"
+        assert not (directory / "state.xfs").exists()
         assert apply(device=device).changed_task_names == []
         assert not apply(device=device, state="absent", remove_data=True).failed
         assert subprocess.run(["blkid", "--probe", device], capture_output=True, check=False).returncode == 2
     finally:
-        subprocess.run(["umount", str(place / "state")], capture_output=True, check=False)
+        subprocess.run(["umount", str(directory / "state")], capture_output=True, check=False)
         subprocess.run(["losetup", "--detach", device], check=True)
 
 
-def test_remembers_the_accelerator(apply: Apply, place: Path) -> None:
-    """The answer depends on this machine; the test checks that it is determined once, and again on another machine."""
-    asked = functools.partial(apply, accelerator_override="", probe_seconds=3)
-    first = asked()
+def test_the_accelerator_is_stored(apply: Apply, directory: Path) -> None:
+    """The result depends on this machine. Checks that it is determined once, and again on a different machine."""
+    apply_with_probe = functools.partial(apply, accelerator_override="", probe_seconds=3)
+    first = apply_with_probe()
     assert not first.failed, first.output
-    fact = place / "facts" / "kvm_xfs_host.fact"
-    answer = json.loads(fact.read_text())
-    assert answer["accelerator"] in ("kvm", "tcg")
-    assert f"accelerator {answer['accelerator']}: " in first.output
+    fact = directory / "facts" / "kvm_xfs_host.fact"
+    result = json.loads(fact.read_text())
+    assert result["accelerator"] in ("kvm", "tcg")
+    assert f"accelerator {result['accelerator']}: " in first.output
 
-    again = asked()
-    assert again.changed_task_names == []
-    assert answer["reason"][:40] in again.output
+    repeated = apply_with_probe()
+    assert repeated.changed_task_names == []
+    assert result["reason"][:40] in repeated.output
 
-    fact.write_text(json.dumps({**answer, "platform": ["another machine"]}))
-    assert asked().changed_task_names == ["grove.sandbox.kvm_xfs_host : Store the result"]
+    fact.write_text(json.dumps({**result, "platform": ["another machine"]}))
+    assert apply_with_probe().changed_task_names == ["grove.sandbox.kvm_xfs_host : Store the result"]

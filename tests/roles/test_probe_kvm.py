@@ -1,4 +1,4 @@
-"""The probe of the role kvm_xfs_host: it distinguishes a guest that boots from one that does not."""
+"""Test the probe of the role kvm_xfs_host, which determines whether a guest boots."""
 
 from __future__ import annotations
 
@@ -13,31 +13,31 @@ PROBE = session.REPOSITORY / "roles" / "kvm_xfs_host" / "files" / "probe_kvm.py"
 
 def probe(*arguments: str) -> dict[str, str]:
     argv = ["/usr/bin/python3", str(PROBE), *arguments]
-    done = subprocess.run(argv, capture_output=True, text=True, timeout=300, check=True)
-    answer: dict[str, str] = json.loads(done.stdout)
-    return answer
+    completed = subprocess.run(argv, capture_output=True, text=True, timeout=300, check=True)
+    result: dict[str, str] = json.loads(completed.stdout)
+    return result
 
 
 def test_a_booting_guest_is_detected() -> None:
-    answer = probe("--accelerator", "tcg,tb-size=64", "--seconds", "180")
-    assert answer["accelerator"] == "tcg,tb-size=64", answer
-    assert "booted" in answer["reason"]
+    result = probe("--accelerator", "tcg,tb-size=64", "--seconds", "180")
+    assert result["accelerator"] == "tcg,tb-size=64", result
+    assert "booted" in result["reason"]
 
 
-def test_a_stuck_guest_is_given_up() -> None:
-    answer = probe("--accelerator", "tcg", "--seconds", "0.01")
-    assert answer["accelerator"] == "tcg"
-    assert "no guest kernel started" in answer["reason"]
+def test_a_guest_that_exceeds_the_time_limit_is_reported() -> None:
+    result = probe("--accelerator", "tcg", "--seconds", "0.01")
+    assert result["accelerator"] == "tcg"
+    assert "no guest kernel started" in result["reason"]
 
 
-def test_a_silent_guest_is_given_up_early(tmp_path: Path) -> None:
+def test_a_guest_without_output_is_stopped_early(tmp_path: Path) -> None:
     silent = tmp_path / "qemu"
     silent.write_text("#!/bin/sh\necho Probing EDD\nexec sleep 1000\n")
     silent.chmod(0o755)
-    answer = probe("--accelerator", "tcg", "--seconds", "1000", "--qemu", str(silent))
-    assert answer["reason"].endswith("(there was no further output in time); last output: Probing EDD")
+    result = probe("--accelerator", "tcg", "--seconds", "1000", "--qemu", str(silent))
+    assert result["reason"].endswith("(no further output within the time limit); last output: Probing EDD")
 
 
-def test_a_missing_qemu_is_named() -> None:
-    answer = probe("--accelerator", "tcg", "--qemu", "qemu-that-is-not-there")
-    assert answer["reason"] == "qemu-that-is-not-there cannot be started: No such file or directory"
+def test_a_missing_qemu_is_reported() -> None:
+    result = probe("--accelerator", "tcg", "--qemu", "missing-qemu")
+    assert result["reason"] == "missing-qemu cannot be started: No such file or directory"

@@ -1,4 +1,4 @@
-"""A newer gateway for upgrades, and a program in a sandbox that shows that the sandbox survived."""
+"""A newer gateway to upgrade to, and a counter that shows whether a sandbox survived the upgrade."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _COUNTER = (session.REPOSITORY / "playbooks" / "files" / "counter.py").read_text
 
 @dataclass(frozen=True)
 class Count:
-    """The state of the counter in a sandbox's memory; ``mark`` is drawn at random when it starts."""
+    """The state of the counter in a sandbox's memory. ``mark`` is a random value chosen when the counter starts."""
 
     value: int
     mark: str
@@ -27,18 +27,18 @@ class Count:
 
 
 def read_counter(run: Callable[..., str]) -> Count:
-    """Start the counter if it does not run, and read it. ``run(*argv)`` runs a program in the sandbox."""
-    said = json.loads(run("python3", "-c", _COUNTER))
-    return Count(said["value"], said["mark"])
+    """Read the counter, starting it if necessary. ``run(*argv)`` runs a program in the sandbox."""
+    state = json.loads(run("python3", "-c", _COUNTER))
+    return Count(state["value"], state["mark"])
 
 
 def make_newer_collection(path: Path) -> None:
-    """Make ``path`` a collections path that holds this collection with a gateway of version ``NEWER``."""
-    place = path / "ansible_collections" / "grove" / "sandbox"
-    ignored = shutil.ignore_patterns("__pycache__", "*.egg-info", "build")
+    """Create a collections path that contains this collection with version ``NEWER`` of the gateway."""
+    collection = path / "ansible_collections" / "grove" / "sandbox"
+    ignore = shutil.ignore_patterns("__pycache__", "*.egg-info", "build")
     for name in ("gateway", "meta", "roles"):
-        shutil.copytree(session.REPOSITORY / name, place / name, ignore=ignored)
-    module = place / "gateway" / "src" / "sandbox_gateway" / "__init__.py"
+        shutil.copytree(session.REPOSITORY / name, collection / name, ignore=ignore)
+    module = collection / "gateway" / "src" / "sandbox_gateway" / "__init__.py"
     text, changes = re.subn('__version__ = "[^"]+"', f'__version__ = "{NEWER}"', module.read_text())
     assert changes == 1
     module.write_text(text)

@@ -1,4 +1,4 @@
-"""A live gateway for the unmodified published clients: on each kind of host, over TCP."""
+"""A live gateway on each kind of host, which unmodified published clients use over TCP."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class Server:
 @pytest.fixture(scope="session", params=["kvm_xfs", "jail_zfs"])
 def server(request: pytest.FixtureRequest) -> Iterator[Server]:
     port = session.free_port()
-    server = {"listen": f"127.0.0.1:{port}", "key_file": str(_keys()), "domain": DOMAIN}
+    server = {"listen": f"127.0.0.1:{port}", "key_file": str(_write_keys()), "domain": DOMAIN}
     if request.param == "kvm_xfs":
         gateway = request.getfixturevalue("seeded_gateways")({"server": server})
         yield Server("kvm_xfs", KvmXfsHost.abilities, gateway, port, TEMPLATE)
@@ -54,12 +54,12 @@ def server(request: pytest.FixtureRequest) -> Iterator[Server]:
 
 @pytest.fixture
 def needs_memory(server: Server) -> None:
-    """For features that need snapshots with memory."""
+    """Skip the test on hosts whose snapshots do not contain memory."""
     if not server.abilities.memory:
-        pytest.skip("its snapshots hold the file system alone")
+        pytest.skip("the host's snapshots contain only the file system")
 
 
-def _keys() -> Path:
+def _write_keys() -> Path:
     path = session.run_dir() / "sdk-keys"
     path.write_text(f"agent admin {KEY}\n")
     path.chmod(0o600)

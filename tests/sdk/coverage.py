@@ -1,4 +1,4 @@
-"""Marks which methods of a client a test covers; the tables of docs/ are generated from it."""
+"""Mark which methods of a client a test covers. The tables in docs/ are generated from these marks."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ _Test = TypeVar("_Test", bound=Callable[..., Any])
 
 
 def covers(*methods: str, note: str = "") -> Callable[[_Test], _Test]:
-    """The test calls ``methods`` (``Class.method``) as their documentation says; ``note`` names differences."""
+    """Mark a test that calls ``methods`` (``Class.method``) as documented by the client. ``note``: the differences."""
 
     def mark(test: _Test) -> _Test:
         test.covers = getattr(test, "covers", {}) | dict.fromkeys(methods, note)  # type: ignore[attr-defined]

@@ -1,4 +1,4 @@
-"""The published ``cubesandbox`` client, unmodified, against a live gateway."""
+"""The unmodified, published ``cubesandbox`` client works with a live gateway."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ from tests.sdk.coverage import covers
 from tests.sdk.test_e2b import wait
 
 Create = Callable[..., Sandbox]
-_BIG = 50 << 20
+_LARGE_FILE_BYTES = 50 << 20
 
 
 def user_settings(server: Server) -> dict[str, str]:
-    """The only settings that users have to change."""
+    """Return the environment variables that users have to set."""
     return {
         "CUBE_API_URL": server.url,
         "CUBE_API_KEY": server.key,
@@ -49,14 +49,14 @@ def box(server) -> Iterator[Sandbox]:
 
 @pytest.fixture
 def create() -> Iterator[Create]:
-    made: list[Sandbox] = []
+    sandboxes: list[Sandbox] = []
 
     def create_one(template: str | None = None, **options: Any) -> Sandbox:
-        made.append(Sandbox.create(template, **options))
-        return made[-1]
+        sandboxes.append(Sandbox.create(template, **options))
+        return sandboxes[-1]
 
     yield create_one
-    for sandbox in made:
+    for sandbox in sandboxes:
         sandbox.__exit__()
 
 
@@ -80,13 +80,13 @@ def test_create_and_kill(server):
         sandbox.kill()
 
 
-@covers("Sandbox.connect", "Sandbox.list", "Sandbox.list_v2", "Sandbox.set_timeout", note="-1: never")
+@covers("Sandbox.connect", "Sandbox.list", "Sandbox.list_v2", "Sandbox.set_timeout", note="a timeout of -1 means none")
 def test_connect_and_list(create):
     sandbox = create()
-    again = Sandbox.connect(sandbox.sandbox_id)
-    assert again.commands.run("echo here").stdout == "here\n"
-    for listed in (Sandbox.list(), Sandbox.list_v2()):
-        assert sandbox.sandbox_id in [each["sandboxID"] for each in listed]
+    reconnected = Sandbox.connect(sandbox.sandbox_id)
+    assert reconnected.commands.run("echo here").stdout == "here\n"
+    for sandboxes in (Sandbox.list(), Sandbox.list_v2()):
+        assert sandbox.sandbox_id in [each["sandboxID"] for each in sandboxes]
     sandbox.set_timeout(NEVER_TIMEOUT)
     assert sandbox.get_info().end_at.year == 9999
     sandbox.set_timeout(0)
@@ -103,14 +103,14 @@ def test_pause_and_resume(create):
     sandbox.files.write("/root/note", "kept")
     sandbox.pause()
     assert sandbox.get_info().state == "paused"
-    with pytest.raises(cubesandbox.ApiError) as twice:
+    with pytest.raises(cubesandbox.ApiError) as error_info:
         sandbox.pause()
-    assert twice.value.status_code == 409
+    assert error_info.value.status_code == 409
     sandbox.resume(timeout=600)
     assert sandbox.files.read("/root/note") == "kept"
 
 
-@covers("Sandbox.create", note="lifecycle: pause at the end of its time, resume by the next request")
+@covers("Sandbox.create", note="lifecycle: pauses at the timeout, and resumes at the next request")
 def test_resume_by_traffic(create):
     sandbox = create(lifecycle={"on_timeout": "pause", "auto_resume": True})
     sandbox.set_timeout(0)
@@ -120,21 +120,21 @@ def test_resume_by_traffic(create):
 
 @covers("Sandbox.run_code")
 def test_run_code(box):
-    heard: list[str] = []
-    done = box.run_code("print('a'); 6 * 7", on_stdout=lambda message: heard.append(message.text))
-    assert (done.text, done.logs.stdout, heard) == ("42", ["a\n"], ["a\n"])
+    output: list[str] = []
+    result = box.run_code("print('a'); 6 * 7", on_stdout=lambda message: output.append(message.text))
+    assert (result.text, result.logs.stdout, output) == ("42", ["a\n"], ["a\n"])
     box.run_code("kept = 1")
     assert box.run_code("kept + 1").text == "2"
-    failed = box.run_code("raise ValueError('no')")
-    assert failed.error is not None and (failed.error.name, failed.error.value) == ("ValueError", "no")
+    failure = box.run_code("raise ValueError('no')")
+    assert failure.error is not None and (failure.error.name, failure.error.value) == ("ValueError", "no")
     assert box.run_code("import os; os.environ['ONCE']", envs={"ONCE": "x"}).text == "'x'"
     assert box.run_code("echo $((1+1))", language="bash").logs.stdout == ["2\n"]
 
 
 @covers("Commands.run")
 def test_commands(box):
-    done = box.commands.run("echo out; echo err >&2; pwd; echo $A; exit 3", cwd="/etc", envs={"A": "b"})
-    assert (done.stdout, done.stderr, done.exit_code) == ("out\n/etc\nb\n", "err\n", 3)
+    result = box.commands.run("echo out; echo err >&2; pwd; echo $A; exit 3", cwd="/etc", envs={"A": "b"})
+    assert (result.stdout, result.stderr, result.exit_code) == ("out\n/etc\nb\n", "err\n", 3)
     assert box.commands.run("seq 100000", timeout=60).stdout.endswith("\n100000\n")
     with pytest.raises((RuntimeError, cubesandbox.CubeSandboxError), match=r"deadline|time"):
         box.commands.run("sleep 600.3", timeout=1)
@@ -166,7 +166,7 @@ def test_files(box):
         files.list("/tmp/c")
     with pytest.raises(OSError, match="none"):
         files.read("/tmp/none")
-    data = bytes(range(256)) * (_BIG // 256)
+    data = bytes(range(256)) * (_LARGE_FILE_BYTES // 256)
     files.write("/tmp/big", data)
     assert box.commands.run("sha256sum </tmp/big").stdout.split()[0] == hashlib.sha256(data).hexdigest()
     files.remove("/tmp/big")
@@ -175,14 +175,14 @@ def test_files(box):
 @covers("Filesystem.watch_dir", "Watcher.close")
 def test_watch(box):
     box.files.make_dir("/tmp/watched")
-    seen: list[tuple[str, str]] = []
+    events: list[tuple[str, str]] = []
     with box.files.watch_dir("/tmp/watched") as watcher:
         box.files.write("/tmp/watched/new", "1")
         for event in watcher:
-            seen.append((event.name, event.type))
-            if ("new", "EVENT_TYPE_WRITE") in seen:
+            events.append((event.name, event.type))
+            if ("new", "EVENT_TYPE_WRITE") in events:
                 break
-    assert seen[0] == ("new", "EVENT_TYPE_CREATE")
+    assert events[0] == ("new", "EVENT_TYPE_CREATE")
 
 
 @covers(
@@ -198,43 +198,43 @@ def test_watch(box):
     "PtyHandle.kill",
 )
 def test_terminal(box):
-    seen = bytearray()
+    output = bytearray()
     handle = box.pty.create(cubesandbox.PtySize(rows=24, cols=80))
     box.pty.resize(handle.pid, cubesandbox.PtySize(rows=30, cols=99))
     handle.resize(cubesandbox.PtySize(rows=30, cols=98))
     handle.send_stdin("stty size\n")
     box.pty.send_stdin(handle.pid, "exit\n")
-    assert handle.wait(on_data=seen.extend) == 0
-    assert b"30 98" in seen
-    other = box.pty.create(cubesandbox.PtySize(rows=24, cols=80))
-    other.disconnect()
-    box.pty.connect(other.pid).disconnect()
-    assert box.pty.kill(other.pid)
-    wait(lambda: not box.pty.kill(other.pid))
-    third = box.pty.create(cubesandbox.PtySize(rows=24, cols=80))
-    assert third.kill()
+    assert handle.wait(on_data=output.extend) == 0
+    assert b"30 98" in output
+    second_handle = box.pty.create(cubesandbox.PtySize(rows=24, cols=80))
+    second_handle.disconnect()
+    box.pty.connect(second_handle.pid).disconnect()
+    assert box.pty.kill(second_handle.pid)
+    wait(lambda: not box.pty.kill(second_handle.pid))
+    third_handle = box.pty.create(cubesandbox.PtySize(rows=24, cols=80))
+    assert third_handle.kill()
 
 
 @covers("Sandbox.create_snapshot", "Sandbox.list_snapshots", "Sandbox.delete_snapshot")
 def test_snapshots(create):
     sandbox, name = create(), f"name-{uuid.uuid4().hex[:8]}"
-    made = [sandbox.create_snapshot(), sandbox.create_snapshot(name), sandbox.create_snapshot()]
-    first, token = Sandbox.list_snapshots(sandbox_id=sandbox.sandbox_id, limit=2)
-    assert len(first) == 2 and token
-    rest, end = Sandbox.list_snapshots(sandbox_id=sandbox.sandbox_id, limit=2, next_token=token)
-    assert end is None
-    assert {each.snapshot_id for each in first + rest} == {each.snapshot_id for each in made}
-    assert made[1].names == [name]
+    snapshots = [sandbox.create_snapshot(), sandbox.create_snapshot(name), sandbox.create_snapshot()]
+    first_page, token = Sandbox.list_snapshots(sandbox_id=sandbox.sandbox_id, limit=2)
+    assert len(first_page) == 2 and token
+    second_page, last_token = Sandbox.list_snapshots(sandbox_id=sandbox.sandbox_id, limit=2, next_token=token)
+    assert last_token is None
+    assert {each.snapshot_id for each in first_page + second_page} == {each.snapshot_id for each in snapshots}
+    assert snapshots[1].names == [name]
     sandbox.kill()
-    for snapshot in made:
+    for snapshot in snapshots:
         Sandbox.delete_snapshot(snapshot.snapshot_id)
     with pytest.raises(cubesandbox.TemplateNotFoundError):
-        Sandbox.delete_snapshot(made[0].snapshot_id)
+        Sandbox.delete_snapshot(snapshots[0].snapshot_id)
 
 
 @covers("Sandbox.rollback")
-def test_use_after_a_rollback(server, create):
-    """The same object keeps working after a rollback, and a rollback to a missing snapshot does no harm."""
+def test_a_sandbox_object_works_after_a_rollback(server, create):
+    """The object keeps working after a rollback, and after a rollback to a missing snapshot fails."""
     sandbox = create()
     sandbox.files.write("/root/note", "before")
     sandbox.run_code("counter = 1")
@@ -246,16 +246,16 @@ def test_use_after_a_rollback(server, create):
         assert sandbox.files.read("/root/note") == "before"
         if server.abilities.memory:
             assert sandbox.run_code("counter += 1; counter").text == "2"
-    second = sandbox.create_snapshot()
-    assert create(second.snapshot_id).files.read("/root/note") == "before"
-    with pytest.raises(cubesandbox.CubeSandboxError, match="not found") as missing:
+    second_snapshot = sandbox.create_snapshot()
+    assert create(second_snapshot.snapshot_id).files.read("/root/note") == "before"
+    with pytest.raises(cubesandbox.CubeSandboxError, match="not found") as error_info:
         sandbox.rollback("0" * 12)
-    assert missing.value.status_code == 404
+    assert error_info.value.status_code == 404
     assert sandbox.files.read("/root/note") == "before"
 
 
 @pytest.mark.parametrize("concurrency", [1, 4])
-@covers("Sandbox.clone", note="one after the other and at once; the snapshot is removed with the last clone")
+@covers("Sandbox.clone", note="sequential and concurrent; the snapshot is removed with the last clone")
 def test_clone(server, create, concurrency):
     sandbox = create()
     sandbox.run_code("counter = 7")
@@ -275,11 +275,11 @@ def test_clone(server, create, concurrency):
     assert Sandbox.list_snapshots(sandbox_id=sandbox.sandbox_id)[0] == []
 
 
-@covers("Sandbox.update_network", note="addresses, not names; no rules for requests")
+@covers("Sandbox.update_network", note="addresses only: no host names and no `rules`")
 def test_update_network(create):
     sandbox = create(allow_internet_access=False)
-    refused = "python3 -c 'import socket; socket.create_connection((\"198.51.100.1\", 80), 5)' 2>&1 | tail -n 1"
-    assert "Error" in sandbox.commands.run(refused).stdout
+    connect_command = "python3 -c 'import socket; socket.create_connection((\"198.51.100.1\", 80), 5)' 2>&1 | tail -n 1"
+    assert "Error" in sandbox.commands.run(connect_command).stdout
     sandbox.update_network({"allow_out": ["198.51.100.0/24"], "allow_internet_access": False})
     assert sandbox.get_info()["network"]["allowOut"] == ["198.51.100.0/24"]
     with pytest.raises(cubesandbox.ApiError):
@@ -314,22 +314,22 @@ def _is_missing(volume: Volume) -> bool:
 
 
 @covers("Template.list", "Template.get", "Template.delete", "Template.get_build_status", "Template.get_build_logs")
-@covers("Template.set_alias", note="an alias is one more name; none is taken away")
+@covers("Template.set_alias", note="adds a name; the other names are kept")
 def test_templates(server, create):
     assert server.template in [each.name for each in Template.list()]
-    found = Template.get(server.template)
+    template = Template.get(server.template)
     alias = f"alias-{uuid.uuid4().hex[:8]}"
-    assert Template.set_alias(found.template_id, alias).template_id == found.template_id
-    assert Template.get(alias).template_id == found.template_id
+    assert Template.set_alias(template.template_id, alias).template_id == template.template_id
+    assert Template.get(alias).template_id == template.template_id
     with pytest.raises(cubesandbox.TemplateNotFoundError):
         Template.get("no-such")
     build = server.gateway.call("GET", f"/templates/{server.template}")["buildID"]
     assert Template.get_build_status(server.template, build).status == "ready"
     assert Template.get_build_logs(server.template, build) is not None
     create()
-    with pytest.raises(cubesandbox.ApiError) as used:
+    with pytest.raises(cubesandbox.ApiError) as error_info:
         Template.delete(server.template)
-    assert used.value.status_code == 409
+    assert error_info.value.status_code == 409
 
 
 def test_errors_have_their_own_classes(server):
@@ -337,9 +337,9 @@ def test_errors_have_their_own_classes(server):
         Sandbox.create("no-such-template")
     with pytest.raises(AuthenticationError):
         Sandbox.create(config=Config(api_key="wrong"))
-    with pytest.raises(cubesandbox.ApiError) as invalid:
+    with pytest.raises(cubesandbox.ApiError) as error_info:
         Sandbox.create(metadata={"a": "b"}, timeout=-7)
-    assert invalid.value.status_code == 400
+    assert error_info.value.status_code == 400
 
 
 def test_threads_share_one_object(box):

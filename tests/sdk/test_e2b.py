@@ -1,4 +1,4 @@
-"""The published ``e2b`` client, unmodified, against a live gateway: sandboxes, their life cycle and their snapshots."""
+"""The unmodified, published ``e2b`` client works with a live gateway: sandboxes, life cycles and snapshots."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ Create = Callable[..., Sandbox]
 
 @pytest.fixture(autouse=True)
 def address(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The only settings that users have to change."""
+    """Set the environment variables that users have to set."""
     monkeypatch.setenv("E2B_API_KEY", server.key)
     monkeypatch.setenv("E2B_API_URL", server.url)
     monkeypatch.setenv("E2B_SANDBOX_URL", server.url)
@@ -32,25 +32,25 @@ def address(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def create(server: Server) -> Iterator[Create]:
-    made: list[Sandbox] = []
+    sandboxes: list[Sandbox] = []
 
     def create_one(template: str = server.template, **options: Any) -> Sandbox:
-        made.append(Sandbox.create(template, **options))
-        return made[-1]
+        sandboxes.append(Sandbox.create(template, **options))
+        return sandboxes[-1]
 
     yield create_one
-    for sandbox in made:
+    for sandbox in sandboxes:
         sandbox.kill()
 
 
 wait = functools.partial(eventually, seconds=60)
 
 
-def all_items(paginator: Any) -> list[Any]:
-    found = []
+def fetch_all_items(paginator: Any) -> list[Any]:
+    items = []
     while paginator.has_next:
-        found += paginator.next_items()
-    return found
+        items += paginator.next_items()
+    return items
 
 
 @covers("Sandbox.create", "Sandbox.get_info", "Sandbox.is_running", "Sandbox.kill")
@@ -86,21 +86,23 @@ def test_connect(create):
 @covers("Sandbox.list", "SandboxPaginator.next_items")
 def test_list(server, create):
     mark = uuid.uuid4().hex
-    made = [create(metadata={"mark": mark, "number": str(number), "odd": "a=b&c d"}) for number in range(3)]
-    ids = [sandbox.sandbox_id for sandbox in made]
-    found = all_items(Sandbox.list(query=SandboxQuery(metadata={"mark": mark, "odd": "a=b&c d"}), limit=2))
-    assert [info.sandbox_id for info in found] == ids or {info.sandbox_id for info in found} == set(ids)
-    assert [info.metadata["number"] for info in all_items(Sandbox.list(query=SandboxQuery(metadata={"number": "1"})))]
-    ours = {"metadata": {"mark": mark}}
-    newest = all_items(Sandbox.list(query=SandboxQuery(**ours), order="desc", limit=1))
+    sandboxes = [create(metadata={"mark": mark, "number": str(number), "odd": "a=b&c d"}) for number in range(3)]
+    ids = [sandbox.sandbox_id for sandbox in sandboxes]
+    infos = fetch_all_items(Sandbox.list(query=SandboxQuery(metadata={"mark": mark, "odd": "a=b&c d"}), limit=2))
+    assert [info.sandbox_id for info in infos] == ids or {info.sandbox_id for info in infos} == set(ids)
+    assert [
+        info.metadata["number"] for info in fetch_all_items(Sandbox.list(query=SandboxQuery(metadata={"number": "1"})))
+    ]
+    query = {"metadata": {"mark": mark}}
+    newest = fetch_all_items(Sandbox.list(query=SandboxQuery(**query), order="desc", limit=1))
     assert [info.started_at for info in newest] == sorted((info.started_at for info in newest), reverse=True)
-    made[0].pause()
-    both = [SandboxState.RUNNING, SandboxState.PAUSED]
-    for states, count in (([SandboxState.RUNNING], 2), ([SandboxState.PAUSED], 1), (both, 3)):
-        assert len(all_items(Sandbox.list(query=SandboxQuery(**ours, state=states)))) == count
-    assert len(all_items(Sandbox.list(query=SandboxQuery(**ours, template=server.template)))) == 3
+    sandboxes[0].pause()
+    both_states = [SandboxState.RUNNING, SandboxState.PAUSED]
+    for states, count in (([SandboxState.RUNNING], 2), ([SandboxState.PAUSED], 1), (both_states, 3)):
+        assert len(fetch_all_items(Sandbox.list(query=SandboxQuery(**query, state=states)))) == count
+    assert len(fetch_all_items(Sandbox.list(query=SandboxQuery(**query, template=server.template)))) == 3
     later = datetime.now(UTC) + timedelta(hours=1)
-    assert not all_items(Sandbox.list(query=SandboxQuery(**ours, started_after=later)))
+    assert not fetch_all_items(Sandbox.list(query=SandboxQuery(**query, started_after=later)))
 
 
 @covers("Sandbox.set_timeout")
@@ -123,11 +125,11 @@ def test_pause(server, create):
         sandbox.commands.run("true")
     sandbox.connect()
     assert sandbox.commands.run("cat /root/note").stdout == "disk\n"
-    lives = sandbox.commands.run("pgrep -c sleep || true").stdout.strip()
-    assert lives == ("1" if server.abilities.memory else "0")
+    process_count = sandbox.commands.run("pgrep -c sleep || true").stdout.strip()
+    assert process_count == ("1" if server.abilities.memory else "0")
 
 
-@covers("Sandbox.create", note="lifecycle: pause at the end of its time, resume by the next request")
+@covers("Sandbox.create", note="lifecycle: pauses at the timeout, and resumes at the next request")
 def test_pause_at_the_timeout_and_resume_by_traffic(create):
     sandbox = create(timeout=600, lifecycle={"on_timeout": "pause", "auto_resume": True})
     sandbox.files.write("/root/note", "still here")
@@ -145,13 +147,13 @@ def test_snapshots(create):
     sandbox.files.write("/root/note", "two")
     second = sandbox.create_snapshot(name=name)
     assert second.names == [name]
-    listed = all_items(sandbox.list_snapshots(limit=1))
-    assert {each.snapshot_id for each in listed} == {first.snapshot_id, second.snapshot_id}
-    assert not all_items(Sandbox.list_snapshots(sandbox_id="0" * 12))
+    snapshots = fetch_all_items(sandbox.list_snapshots(limit=1))
+    assert {each.snapshot_id for each in snapshots} == {first.snapshot_id, second.snapshot_id}
+    assert not fetch_all_items(Sandbox.list_snapshots(sandbox_id="0" * 12))
     for snapshot, text in ((first.snapshot_id, "one"), (second.snapshot_id, "two"), (name, "two")):
-        made = create(snapshot)
-        assert made.files.read("/root/note") == text
-        made.kill()
+        fork = create(snapshot)
+        assert fork.files.read("/root/note") == text
+        fork.kill()
     sandbox.kill()
     assert [Sandbox.delete_snapshot(each.snapshot_id) for each in (first, second, second)] == [True, True, False]
     with pytest.raises(e2b.SandboxException, match="not found"):
@@ -168,8 +170,8 @@ def test_fork(server, create):
             assert isinstance(fork, Sandbox)
             assert fork.files.read("/root/note") == "before\n"
             fork.files.write("/root/note", str(number))
-            lives = fork.commands.run("pgrep -fc 'sleep 100[1]' || true").stdout.strip()
-            assert (lives != "0") == server.abilities.memory
+            process_count = fork.commands.run("pgrep -fc 'sleep 100[1]' || true").stdout.strip()
+            assert (process_count != "0") == server.abilities.memory
         assert [fork.files.read("/root/note") for fork in forks] == ["0", "1", "2"]
         assert sandbox.files.read("/root/note") == "before\n"
     finally:
@@ -182,8 +184,8 @@ def test_update_network(create):
     """The effect of the rules on packets is tested in tests/kvm_xfs/test_netns.py and tests/jail_zfs/test_pf.py."""
     sandbox = create(allow_internet_access=False)
     assert sandbox.get_info().allow_internet_access is False
-    refused = "python3 -c 'import socket; socket.create_connection((\"198.51.100.1\", 80), 5)' 2>&1 | tail -n 1"
-    assert "Error" in sandbox.commands.run(refused).stdout
+    connect_command = "python3 -c 'import socket; socket.create_connection((\"198.51.100.1\", 80), 5)' 2>&1 | tail -n 1"
+    assert "Error" in sandbox.commands.run(connect_command).stdout
     sandbox.update_network({"allow_out": ["198.51.100.0/24"], "deny_out": ["0.0.0.0/0"]})
     network = sandbox.get_info().network
     assert (network["allow_out"], network["deny_out"]) == (["198.51.100.0/24"], ["0.0.0.0/0"])
@@ -192,7 +194,7 @@ def test_update_network(create):
 
 
 @covers("Sandbox.get_host")
-def test_a_port_is_reached_by_its_host_name(server, create):
+def test_a_port_is_reachable_by_its_host_name(server, create):
     sandbox = create()
     sandbox.commands.run("cd /etc && python3 -m http.server 8000", background=True)
     headers = {"Host": sandbox.get_host(8000), "X-API-Key": server.key}
@@ -207,23 +209,23 @@ def test_signed_urls(server, create):
     sandbox = create()
 
     def local_url(url: str) -> tuple[str, dict[str, str]]:
-        """The URL at the gateway's address, since its name is not in any DNS."""
-        found = httpx.URL(url)
-        return str(found.copy_with(host="127.0.0.1", port=server.port, scheme="http")), {"Host": found.host}
+        """Return the URL with the gateway's address, because its host name does not resolve, and the Host header."""
+        parsed = httpx.URL(url)
+        return str(parsed.copy_with(host="127.0.0.1", port=server.port, scheme="http")), {"Host": parsed.host}
 
     direct = sandbox.connection_config.get_host(sandbox.sandbox_id, sandbox.sandbox_domain, 49983)
-    for url, work in (
+    for url, direction in (
         (sandbox.upload_url("/root/up", use_signature_expiration=60), "write"),
         (sandbox.download_url("/root/up"), "read"),
     ):
         target = httpx.URL(url).copy_with(host=direct, port=None)
         address, headers = local_url(str(target))
-        if work == "write":
-            answer = httpx.post(address, headers=headers, files={"file": ("up", b"signed")})
+        if direction == "write":
+            response = httpx.post(address, headers=headers, files={"file": ("up", b"signed")})
         else:
-            answer = httpx.get(address, headers=headers)
-            assert answer.content == b"signed"
-        assert answer.status_code == 200, answer.text
+            response = httpx.get(address, headers=headers)
+            assert response.content == b"signed"
+        assert response.status_code == 200, response.text
         assert httpx.get(address.replace("up", "down"), headers=headers).status_code == 401
 
 
@@ -255,22 +257,22 @@ def test_templates(server):
 
 
 def test_errors_have_their_own_classes(server, create):
-    with pytest.raises(e2b.SandboxException, match="template") as missing:
+    with pytest.raises(e2b.SandboxException, match="template") as not_found_info:
         create("no-such-template")
-    assert missing.value.status_code == 404
+    assert not_found_info.value.status_code == 404
     with pytest.raises(e2b.AuthenticationException):
         Sandbox.create(server.template, api_key="wrong")
-    with pytest.raises(e2b.SandboxException) as invalid:
+    with pytest.raises(e2b.SandboxException) as invalid_info:
         create(metadata={"a": "b"}, timeout=-7)
-    assert invalid.value.status_code == 400
+    assert invalid_info.value.status_code == 400
 
 
 async def _use_async_client(server: Server) -> None:
     sandbox = await AsyncSandbox.create(server.template, metadata={"way": "async"})
     try:
         assert await sandbox.is_running()
-        done = await asyncio.gather(*(sandbox.commands.run(f"echo {number}") for number in range(5)))
-        assert [each.stdout for each in done] == [f"{number}\n" for number in range(5)]
+        results = await asyncio.gather(*(sandbox.commands.run(f"echo {number}") for number in range(5)))
+        assert [each.stdout for each in results] == [f"{number}\n" for number in range(5)]
         await sandbox.files.write("/root/a", "async")
         assert await sandbox.files.read("/root/a") == "async"
         snapshot = await sandbox.create_snapshot()
@@ -284,6 +286,6 @@ async def _use_async_client(server: Server) -> None:
         await sandbox.kill()
 
 
-@covers("AsyncSandbox", note="the same requests; a choice of them is tested")
+@covers("AsyncSandbox", note="sends the same requests; some of them are tested")
 def test_async_client(server):
     asyncio.run(_use_async_client(server))

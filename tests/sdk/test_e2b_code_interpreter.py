@@ -1,4 +1,4 @@
-"""The published ``e2b_code_interpreter`` client, unmodified, against a live gateway."""
+"""The unmodified, published ``e2b_code_interpreter`` client works with a live gateway."""
 
 from __future__ import annotations
 
@@ -30,49 +30,49 @@ Rich()
 
 @pytest.fixture(scope="module")
 def sandbox(server) -> Iterator[Sandbox]:
-    made = Sandbox.create(server.template, api_key=server.key, api_url=server.url, sandbox_url=server.url)
-    yield made
-    made.kill()
+    created = Sandbox.create(server.template, api_key=server.key, api_url=server.url, sandbox_url=server.url)
+    yield created
+    created.kill()
 
 
 @covers("Sandbox.run_code")
 def test_state_and_results(sandbox):
     assert sandbox.run_code("x = 20").text is None
-    done = sandbox.run_code("print('said'); x += 1; x * 2")
-    assert (done.text, done.logs.stdout, done.error) == ("42", ["said\n"], None)
+    result = sandbox.run_code("print('hello'); x += 1; x * 2")
+    assert (result.text, result.logs.stdout, result.error) == ("42", ["hello\n"], None)
     assert sandbox.run_code("await __import__('asyncio').sleep(0, x)").text == "21"
-    heard: dict[str, list[Any]] = {"stdout": [], "stderr": [], "result": [], "error": []}
-    handlers = {f"on_{kind}": seen.append for kind, seen in heard.items()}
+    output: dict[str, list[Any]] = {"stdout": [], "stderr": [], "result": [], "error": []}
+    handlers = {f"on_{kind}": values.append for kind, values in output.items()}
     sandbox.run_code("import sys; print(1); print(2, file=sys.stderr); display(3); 1 / 0", **handlers)
-    assert ["".join(str(each) for each in heard[kind]) for kind in ("stdout", "stderr")] == ["1\n", "2\n"]
-    assert [result.text for result in heard["result"]] == ["3"]
-    (error,) = heard["error"]
+    assert ["".join(str(each) for each in output[kind]) for kind in ("stdout", "stderr")] == ["1\n", "2\n"]
+    assert [result.text for result in output["result"]] == ["3"]
+    (error,) = output["error"]
     assert (error.name, error.value) == ("ZeroDivisionError", "division by zero")
     assert "1 / 0" in error.traceback
 
 
 def test_rich_results(sandbox):
-    shown, result = sandbox.run_code(_RICH).results
-    assert not shown.is_main_result and result.is_main_result
-    for each in (shown, result):
+    displayed, result = sandbox.run_code(_RICH).results
+    assert not displayed.is_main_result and result.is_main_result
+    for each in (displayed, result):
         assert (each.text, each.html, each.markdown) == ("rich", "<b>rich</b>", "**rich**")
         assert each.png == "iVBORw=="
         assert each.extra == {"application/vnd.custom": {"a": 1}}
         assert set(each.formats()) == {"text", "html", "markdown", "png", "application/vnd.custom"}
 
 
-def test_the_kernels_environment(sandbox, server):
+def test_the_kernel_receives_environment_variables(sandbox, server):
     code = "import os; os.environ.get('ONCE')"
     assert sandbox.run_code(code, envs={"ONCE": "now"}).text == "'now'"
     assert sandbox.run_code(code).text is None
-    mine = Sandbox.create(server.template, envs={"ALWAYS": "here"})
+    other_sandbox = Sandbox.create(server.template, envs={"ALWAYS": "here"})
     try:
-        assert mine.run_code("import os; os.environ['ALWAYS']").text == "'here'"
+        assert other_sandbox.run_code("import os; os.environ['ALWAYS']").text == "'here'"
     finally:
-        mine.kill()
+        other_sandbox.kill()
 
 
-def test_a_time_limit_interrupts(sandbox):
+def test_a_timeout_interrupts_the_code(sandbox):
     sandbox.run_code("survives = 'yes'")
     with pytest.raises(e2b.TimeoutException):
         sandbox.run_code("import time\ntry:\n    time.sleep(600)\nfinally:\n    interrupted = True", timeout=1)
@@ -80,16 +80,16 @@ def test_a_time_limit_interrupts(sandbox):
 
 
 def test_a_dead_kernel_is_reported_and_restarted(sandbox):
-    died = sandbox.run_code("import os; os._exit(3)")
-    assert died.error is not None
+    result = sandbox.run_code("import os; os._exit(3)")
+    assert result.error is not None
     assert sandbox.run_code("1 + 1").text == "2"
 
 
-@covers("Sandbox.run_code", note="`language`: python or bash")
+@covers("Sandbox.run_code", note="`language` is python or bash")
 def test_bash(sandbox):
     sandbox.run_code("here=kept; cd /etc", language="bash")
-    done = sandbox.run_code('echo "$here $PWD"; echo no >&2', language="bash")
-    assert (done.logs.stdout, done.logs.stderr) == (["kept /etc\n"], ["no\n"])
+    result = sandbox.run_code('echo "$here $PWD"; echo no >&2', language="bash")
+    assert (result.logs.stdout, result.logs.stderr) == (["kept /etc\n"], ["no\n"])
     assert sandbox.run_code("false", language="bash").error is not None
     with pytest.raises(e2b.SandboxException, match="python"):
         sandbox.run_code("1", language="cobol")
@@ -117,31 +117,31 @@ def test_contexts(sandbox):
 
 
 def test_large_output(sandbox):
-    done = sandbox.run_code("for number in range(100_000): print(number)", timeout=120)
-    text = "".join(done.logs.stdout)
+    result = sandbox.run_code("for number in range(100_000): print(number)", timeout=120)
+    text = "".join(result.logs.stdout)
     assert text.endswith("\n99999\n") and text.count("\n") == 100_000
 
 
 @pytest.mark.usefixtures("needs_memory")
 def test_memory_survives_snapshot_fork_and_pause(server):
     sandbox = Sandbox.create(server.template)
-    made = [sandbox]
+    sandboxes = [sandbox]
     try:
         sandbox.run_code("counter = 41; import threading; lock = threading.Lock()")
         snapshot = sandbox.create_snapshot()
         sandbox.run_code("counter = 0")
-        made += [Sandbox.create(snapshot.snapshot_id), *sandbox.fork(count=2)]
-        assert [each.run_code("counter += 1; counter").text for each in made] == ["1", "42", "1", "1"]
+        sandboxes += [Sandbox.create(snapshot.snapshot_id), *sandbox.fork(count=2)]
+        assert [each.run_code("counter += 1; counter").text for each in sandboxes] == ["1", "42", "1", "1"]
         assert sandbox.pause()
         sandbox.connect()
         assert sandbox.run_code("counter").text == "1"
-        dice = {each.run_code("import random; random.random()").text for each in made[2:]}
-        assert len(dice) == 2
-        for each in made:
+        random_values = {each.run_code("import random; random.random()").text for each in sandboxes[2:]}
+        assert len(random_values) == 2
+        for each in sandboxes:
             each.kill()
         Sandbox.delete_snapshot(snapshot.snapshot_id)
     finally:
-        for each in made:
+        for each in sandboxes:
             each.kill()
 
 
@@ -149,18 +149,18 @@ async def _use_async_client(template: str) -> list[str | None]:
     sandbox = await AsyncSandbox.create(template)
     try:
         context = await sandbox.create_code_context()
-        waiting = sandbox.run_code(
+        first_run = sandbox.run_code(
             "import time, pathlib\nwhile not pathlib.Path('/tmp/go').exists(): time.sleep(0.05)\n'a'"
         )
-        other = sandbox.run_code(
+        second_run = sandbox.run_code(
             "pathlib = __import__('pathlib'); pathlib.Path('/tmp/go').touch(); 'b'", context=context
         )
-        return [done.text for done in await asyncio.gather(waiting, other)]
+        return [result.text for result in await asyncio.gather(first_run, second_run)]
     finally:
         await sandbox.kill()
 
 
-@covers("AsyncSandbox", note="the same requests; a choice of them is tested")
+@covers("AsyncSandbox", note="sends the same requests; some of them are tested")
 def test_async_contexts_run_in_parallel(server):
     assert asyncio.run(_use_async_client(server.template)) == ["'a'", "'b'"]
 

@@ -1,4 +1,4 @@
-"""The published ``e2b`` client, unmodified, against a live gateway: commands, files and terminals in a sandbox."""
+"""The unmodified, published ``e2b`` client works with a live gateway: commands, files and terminals in a sandbox."""
 
 from __future__ import annotations
 
@@ -15,42 +15,42 @@ from tests.sdk.test_e2b import address, wait
 
 __all__ = ["address"]
 
-_BIG = 50 << 20
+_LARGE_FILE_BYTES = 50 << 20
 
 
 @pytest.fixture(scope="module")
 def sandbox(server) -> Iterator[Sandbox]:
-    made = Sandbox.create(server.template, api_key=server.key, api_url=server.url, sandbox_url=server.url)
-    yield made
-    made.kill()
+    created = Sandbox.create(server.template, api_key=server.key, api_url=server.url, sandbox_url=server.url)
+    yield created
+    created.kill()
 
 
 @covers("Commands.run")
 def test_commands(sandbox):
-    heard: list[tuple[str, str]] = []
-    done = sandbox.commands.run(
+    output: list[tuple[str, str]] = []
+    result = sandbox.commands.run(
         'echo out; echo err >&2; pwd; echo "$WORD"',
         envs={"WORD": "a b"},
         cwd="/etc",
-        on_stdout=lambda text: heard.append(("out", text)),
-        on_stderr=lambda text: heard.append(("err", text)),
+        on_stdout=lambda text: output.append(("out", text)),
+        on_stderr=lambda text: output.append(("err", text)),
     )
-    assert (done.stdout, done.stderr, done.exit_code) == ("out\n/etc\na b\n", "err\n", 0)
-    assert "".join(text for kind, text in heard if kind == "out") == done.stdout
-    with pytest.raises(e2b.CommandExitException) as failed:
+    assert (result.stdout, result.stderr, result.exit_code) == ("out\n/etc\na b\n", "err\n", 0)
+    assert "".join(text for kind, text in output if kind == "out") == result.stdout
+    with pytest.raises(e2b.CommandExitException) as error_info:
         sandbox.commands.run("echo why >&2; exit 7")
-    assert (failed.value.exit_code, failed.value.stderr) == (7, "why\n")
+    assert (error_info.value.exit_code, error_info.value.stderr) == (7, "why\n")
 
 
-@covers("Commands.run", note="`user`: any of the sandbox; left out: root")
-def test_commands_of_another_user(sandbox):
+@covers("Commands.run", note="`user` can be any user of the sandbox, and defaults to root")
+def test_commands_run_as_another_user(sandbox):
     assert sandbox.commands.run("id -un; pwd; echo $HOME", user="user").stdout == "user\n/home/user\n/home/user\n"
     assert sandbox.commands.run("id -un").stdout == "root\n"
     with pytest.raises(e2b.AuthenticationException, match="nobody-here"):
         sandbox.commands.run("true", user="nobody-here")
 
 
-def test_a_time_limit(sandbox):
+def test_a_command_is_killed_at_its_timeout(sandbox):
     with pytest.raises(e2b.TimeoutException):
         sandbox.commands.run("sleep 600.1", timeout=1)
     wait(lambda: sandbox.commands.run("pgrep -fc 'sleep 600[.]1' || true").stdout == "0\n")
@@ -58,8 +58,8 @@ def test_a_time_limit(sandbox):
 
 def test_large_output(sandbox):
     lines = 200_000
-    done = sandbox.commands.run(f"seq {lines}", timeout=120)
-    assert done.stdout.endswith(f"\n{lines}\n") and done.stdout.count("\n") == lines
+    result = sandbox.commands.run(f"seq {lines}", timeout=120)
+    assert result.stdout.endswith(f"\n{lines}\n") and result.stdout.count("\n") == lines
 
 
 @covers(
@@ -80,18 +80,18 @@ def test_background_commands(sandbox):
     assert handle.pid in [each.pid for each in sandbox.commands.list()]
     sandbox.commands.send_stdin(handle.pid, "one\n")
     handle.disconnect()
-    again = sandbox.commands.connect(handle.pid)
-    again.send_stdin("two\n")
+    reconnected = sandbox.commands.connect(handle.pid)
+    reconnected.send_stdin("two\n")
     sandbox.commands.stream_input(handle.pid, ["three\n"])
     sandbox.commands.stream_input(handle.pid, [b"four\n"])
-    again.close_stdin()
-    assert again.wait().stdout.endswith("got two\ngot three\ngot four\nend\n")
-    other = sandbox.commands.run("sleep 600.2", background=True, stdin=True)
-    sandbox.commands.close_stdin(other.pid)
-    assert sandbox.commands.kill(other.pid)
+    reconnected.close_stdin()
+    assert reconnected.wait().stdout.endswith("got two\ngot three\ngot four\nend\n")
+    second_handle = sandbox.commands.run("sleep 600.2", background=True, stdin=True)
+    sandbox.commands.close_stdin(second_handle.pid)
+    assert sandbox.commands.kill(second_handle.pid)
     with pytest.raises(e2b.CommandExitException):
-        other.wait()
-    assert not other.kill()
+        second_handle.wait()
+    assert not second_handle.kill()
 
 
 def test_a_server_outlives_its_stream(sandbox):
@@ -110,18 +110,18 @@ def test_a_server_outlives_its_stream(sandbox):
 
 @covers("Pty.create", "Pty.connect", "Pty.resize", "Pty.send_stdin", "Pty.stream_input", "Pty.kill")
 def test_terminal(sandbox):
-    seen = bytearray()
+    output = bytearray()
     handle = sandbox.pty.create(PtySize(rows=24, cols=80), user="user", cwd="/tmp", envs={"PS1": "$ "}, timeout=60)
     sandbox.pty.resize(handle.pid, PtySize(rows=33, cols=101))
     sandbox.pty.send_stdin(handle.pid, b"stty size; id -un; pwd\n")
     handle.disconnect()
-    again = sandbox.pty.connect(handle.pid)
+    reconnected = sandbox.pty.connect(handle.pid)
     sandbox.pty.stream_input(handle.pid, [b"echo A$((20+3));", b" exit\n"])
-    again.wait(on_pty=seen.extend)
-    assert b"A23" in seen
-    killed = sandbox.pty.create(PtySize(rows=24, cols=80))
-    assert sandbox.pty.kill(killed.pid)
-    wait(lambda: not sandbox.pty.kill(killed.pid))
+    reconnected.wait(on_pty=output.extend)
+    assert b"A23" in output
+    second_handle = sandbox.pty.create(PtySize(rows=24, cols=80))
+    assert sandbox.pty.kill(second_handle.pid)
+    wait(lambda: not sandbox.pty.kill(second_handle.pid))
 
 
 @covers("Filesystem.write", "Filesystem.read", "Filesystem.write_files", "Filesystem.exists", "Filesystem.get_info")
@@ -130,8 +130,8 @@ def test_files(sandbox):
     assert files.write("/tmp/t/ü b.txt", "héllo").path == "/tmp/t/ü b.txt"
     assert files.read("/tmp/t/ü b.txt") == "héllo"
     assert files.read("/tmp/t/ü b.txt", format="bytes") == bytearray("héllo".encode())
-    written = files.write_files([{"path": f"/tmp/t/{number}", "data": str(number)} for number in range(5)])
-    assert [entry.name for entry in written] == [str(number) for number in range(5)]
+    entries = files.write_files([{"path": f"/tmp/t/{number}", "data": str(number)} for number in range(5)])
+    assert [entry.name for entry in entries] == [str(number) for number in range(5)]
     assert files.exists("/tmp/t/4") and not files.exists("/tmp/t/5")
     files.write("note", "mine", user="user")
     info = files.get_info("/home/user/note")
@@ -144,15 +144,15 @@ def test_files(sandbox):
 
 def test_large_files_are_uploaded_and_downloaded(sandbox):
     block = hashlib.sha256(b"block").digest() * 2048
-    data = block * (_BIG // len(block))
+    data = block * (_LARGE_FILE_BYTES // len(block))
     sandbox.files.write("/tmp/big", data)
-    inside = sandbox.commands.run("sha256sum </tmp/big", timeout=120).stdout.split()[0]
-    assert inside == hashlib.sha256(data).hexdigest()
+    remote_digest = sandbox.commands.run("sha256sum </tmp/big", timeout=120).stdout.split()[0]
+    assert remote_digest == hashlib.sha256(data).hexdigest()
     digest, size = hashlib.sha256(), 0
     for piece in sandbox.files.read("/tmp/big", format="stream"):
         digest.update(piece)
         size += len(piece)
-    assert (size, digest.hexdigest()) == (len(data), inside)
+    assert (size, digest.hexdigest()) == (len(data), remote_digest)
     sandbox.files.remove("/tmp/big")
 
 
@@ -175,30 +175,34 @@ def test_directories(sandbox):
 @covers("Filesystem.watch_dir", "WatchHandle.get_new_events", "WatchHandle.stop")
 def test_watch(sandbox):
     sandbox.files.make_dir("/tmp/w/deep")
-    flat = sandbox.files.watch_dir("/tmp/w")
-    all_of_it = sandbox.files.watch_dir("/tmp/w", recursive=True)
+    flat_watch = sandbox.files.watch_dir("/tmp/w")
+    recursive_watch = sandbox.files.watch_dir("/tmp/w", recursive=True)
     sandbox.files.write("/tmp/w/a", "1")
     sandbox.files.write("/tmp/w/deep/b", "2")
     sandbox.files.rename("/tmp/w/a", "/tmp/w/c")
     sandbox.files.remove("/tmp/w/c")
-    wanted = {("a", FilesystemEventType.CREATE), ("a", FilesystemEventType.RENAME), ("c", FilesystemEventType.REMOVE)}
-    for handle, more in ((flat, set()), (all_of_it, {("deep/b", FilesystemEventType.CREATE)})):
-        seen: set[tuple[str, Any]] = set()
+    expected_events = {
+        ("a", FilesystemEventType.CREATE),
+        ("a", FilesystemEventType.RENAME),
+        ("c", FilesystemEventType.REMOVE),
+    }
+    for handle, extra_events in ((flat_watch, set()), (recursive_watch, {("deep/b", FilesystemEventType.CREATE)})):
+        events: set[tuple[str, Any]] = set()
 
-        def has_enough_events(handle=handle, seen=seen, more=more) -> bool:
-            seen.update((event.name, event.type) for event in handle.get_new_events())
-            return (wanted | more) <= seen
+        def has_enough_events(handle=handle, events=events, extra_events=extra_events) -> bool:
+            events.update((event.name, event.type) for event in handle.get_new_events())
+            return (expected_events | extra_events) <= events
 
         wait(has_enough_events)
-        assert more or not any(name.startswith("deep/") for name, _ in seen)
+        assert extra_events or not any(name.startswith("deep/") for name, _ in events)
         handle.stop()
         with pytest.raises(e2b.SandboxException):
             handle.get_new_events()
 
 
-def test_a_full_disk(sandbox, server):
+def test_writing_to_a_full_disk_fails(sandbox, server):
     if not server.abilities.memory:
-        pytest.skip("a jail's quota is as large as its template's disk: to fill it takes long")
+        pytest.skip("a jail's quota is as large as its template's disk: filling it takes too long")
     sandbox.commands.run("mount -t tmpfs -o size=1m none /mnt")
     with pytest.raises(e2b.NotEnoughSpaceException):
         sandbox.files.write("/mnt/x", b"x" * (2 << 20))
@@ -206,9 +210,9 @@ def test_a_full_disk(sandbox, server):
 
 
 def test_a_missing_git_is_reported(sandbox):
-    with pytest.raises(e2b.CommandExitException) as missing:
+    with pytest.raises(e2b.CommandExitException) as error_info:
         sandbox.git.init("/tmp/repository")
-    assert missing.value.exit_code == 127
+    assert error_info.value.exit_code == 127
 
 
 def test_concurrent_commands(sandbox):

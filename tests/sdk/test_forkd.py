@@ -1,4 +1,4 @@
-"""The published ``forkd`` client, unmodified, against a live gateway."""
+"""The unmodified, published ``forkd`` client works with a live gateway."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _END_SECONDS = 20
 
 @pytest.fixture(autouse=True)
 def target(server: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
-    """The only settings that users have to change; and the command on PATH, as after its installation."""
+    """Set the environment variables that users have to set, and put the command on PATH."""
     address = f"127.0.0.1:{session.free_port()}"
     forkd_command.install(tmp_path)
     monkeypatch.setenv("FORKD_URL", server.url)
@@ -34,7 +34,7 @@ def target(server: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> s
 
 @pytest.fixture
 def controller(server: Server) -> Iterator[Controller]:
-    """Removes everything that the test created."""
+    """A client that removes everything the test created when the test ends."""
     client = Controller(timeout=120)
     yield client
     for sandbox in client.list_sandboxes():
@@ -53,29 +53,29 @@ def spawn(controller: Controller, server: Server) -> Spawn:
 
 
 def check_refused(status: int, call: Callable[..., object], *args: Any, **options: Any) -> str:
-    with pytest.raises(ControllerError) as caught:
+    with pytest.raises(ControllerError) as error_info:
         call(*args, **options)
-    assert caught.value.status == status, caught.value
-    sentence: str = caught.value.body["error"]
+    assert error_info.value.status == status, error_info.value
+    sentence: str = error_info.value.body["error"]
     return sentence
 
 
 def run_shell(controller: Controller, sandbox: str, script: str) -> str:
-    done = controller.exec_command(sandbox, ["/bin/sh", "-c", script])
-    assert done["exit_code"] == 0, done
-    return str(done["stdout"])
+    result = controller.exec_command(sandbox, ["/bin/sh", "-c", script])
+    assert result["exit_code"] == 0, result
+    return str(result["stdout"])
 
 
 @covers(
     "Controller.spawn_sandboxes",
-    note="`prewarm`, `hugepages` and `per_child_netns` are ignored, `live_fork` is refused",
+    note="`prewarm`, `hugepages` and `per_child_netns` are ignored; `live_fork` is refused",
 )
 @covers("Controller.list_sandboxes", "Controller.get_sandbox", "Controller.kill_sandbox")
 def test_spawn_list_and_kill(server, controller, spawn):
     sandboxes = spawn(n=2, per_child_netns=True, prewarm=True, hugepages=True, memory_limit_mib=256)
-    shown = controller.get_sandbox(sandboxes[0])
-    assert shown["snapshot_tag"] == server.template and shown["memory_limit_mib"] == 256
-    assert shown["guest_addr"].endswith(":8888")
+    info = controller.get_sandbox(sandboxes[0])
+    assert info["snapshot_tag"] == server.template and info["memory_limit_mib"] == 256
+    assert info["guest_addr"].endswith(":8888")
     assert [each["id"] for each in controller.list_sandboxes()] == sandboxes
     assert "live_fork" in check_refused(400, spawn, live_fork=True)
     assert "not found" in check_refused(404, spawn, "nothing")
@@ -91,26 +91,26 @@ def test_memory_comes_from_the_snapshot(spawn):
 
 @covers(
     "Controller.exec_command",
-    note="a missing program has exit code 127, one that takes too long 137; `stderr` says so",
+    note="the exit code is 127 if the program does not exist, and 137 if it times out; `stderr` gives the reason",
 )
 @covers("Controller.ping_sandbox", note="`numpy_version` is always `None`")
 def test_exec(controller, spawn):
     (sandbox,) = spawn()
     script = "import sys; print(2 + 2); print('ä', file=sys.stderr); sys.exit(3)"
-    done = controller.exec_command(sandbox, ["python3", "-c", script])
-    assert done == {"stdout": "4\n", "stderr": "ä\n", "exit_code": 3}
+    result = controller.exec_command(sandbox, ["python3", "-c", script])
+    assert result == {"stdout": "4\n", "stderr": "ä\n", "exit_code": 3}
     missing = controller.exec_command(sandbox, ["no-such-program"])
     assert missing["exit_code"] == 127 and "no-such-program" in missing["stderr"]
-    late = controller.exec_command(sandbox, ["sh", "-c", "echo begun; sleep 60"], timeout_secs=2)
-    assert late["stdout"] == "begun\n" and late["exit_code"] == 137 and "within 2 s" in late["stderr"]
-    big = controller.exec_command(sandbox, ["sh", "-c", "head -c 3000000 /dev/zero | tr '\\0' x"])
-    assert big["stdout"] == "x" * 3_000_000
+    timed_out = controller.exec_command(sandbox, ["sh", "-c", "echo started; sleep 60"], timeout_secs=2)
+    assert timed_out["stdout"] == "started\n" and timed_out["exit_code"] == 137 and "within 2 s" in timed_out["stderr"]
+    large = controller.exec_command(sandbox, ["sh", "-c", "head -c 3000000 /dev/zero | tr '\\0' x"])
+    assert large["stdout"] == "x" * 3_000_000
     assert controller.ping_sandbox(sandbox) == {"pong": True, "numpy_version": None}
     for call in (controller.ping_sandbox, lambda id: controller.exec_command(id, ["true"])):
         assert "not found" in check_refused(404, call, "nothing")
 
 
-@covers("Controller.eval_code", note="Python, in the sandbox's own interpreter")
+@covers("Controller.eval_code", note="runs Python in the sandbox's interpreter")
 def test_eval(controller, spawn):
     (sandbox,) = spawn()
     assert controller.eval_code(sandbox, "counter = 41")["error"] is None
@@ -123,10 +123,10 @@ def test_eval(controller, spawn):
 
 @covers(
     "Controller.branch_sandbox",
-    note="`full` and `diff` are the same; `live` is refused; `wait=False` waits, for milliseconds",
+    note="`full` and `diff` are the same; `live` is refused; `wait=False` also waits for the snapshot",
 )
-@covers("Controller.list_snapshots", note="templates are in the list")
-@covers("Controller.delete_snapshot", note="409 as long as there are sandboxes made from it")
+@covers("Controller.list_snapshots", note="the list includes templates")
+@covers("Controller.delete_snapshot", note="fails with 409 while sandboxes made from the snapshot exist")
 def test_branches_contain_files(server, controller, spawn):
     (source,) = spawn()
     run_shell(controller, source, "echo first >/root/state")
@@ -149,7 +149,9 @@ def test_branches_contain_files(server, controller, spawn):
     controller.delete_snapshot(first["tag"])
     assert "not found" in check_refused(404, controller.delete_snapshot, first["tag"])
     controller.kill_sandbox(source)
-    assert run_shell(controller, spawn(second["tag"])[0], "cat /root/state") == "second\n", "it outlives its source"
+    assert run_shell(controller, spawn(second["tag"])[0], "cat /root/state") == "second\n", (
+        "the snapshot outlives its source"
+    )
 
 
 def test_invalid_branches_are_refused(server, controller, spawn):
@@ -201,8 +203,8 @@ def test_grandchildren_keep_the_interpreters_state(controller, spawn):
         assert controller.eval_code(grandchild, "generation, secret")["result"] == f"(2, {secret})"
 
 
-@covers("Sandbox", "Sandbox.create", "Sandbox.kill", note="with the command `forkd` of this page")
-@covers("Sandbox.eval", note="Python; the `repr()` of what it comes to")
+@covers("Sandbox", "Sandbox.create", "Sandbox.kill", note="requires the command `forkd` (see above)")
+@covers("Sandbox.eval", note="runs Python and returns the `repr()` of the result")
 @covers("Sandbox.ping", note="`numpy_version` is always `None`")
 @covers("Sandbox.commands.run")
 def test_a_sandbox_created_by_the_command(server, controller, target):
@@ -212,8 +214,8 @@ def test_a_sandbox_created_by_the_command(server, controller, target):
         assert sandbox.commands.run(["printf", "%s", "a b"]) == CommandResult("a b", "", 0)
         missing = sandbox.commands.run(["no-such-program"])
         assert missing.exit_code == 127 and "no-such-program" in missing.stderr
-        late = sandbox.commands.run("sleep 60", timeout=2)
-        assert late.exit_code == 137 and "within 2 s" in late.stderr
+        timed_out = sandbox.commands.run("sleep 60", timeout=2)
+        assert timed_out.exit_code == 137 and "within 2 s" in timed_out.stderr
         assert sandbox.ping()["pong"] is True
         sandbox.eval("counter = 41")
         assert sandbox.eval("counter + 1") == "42"
@@ -225,15 +227,15 @@ def test_a_sandbox_created_by_the_command(server, controller, target):
 
 
 def test_a_sandbox_created_by_the_controller(controller, spawn, target):
-    (made,) = spawn()
-    with subprocess.Popen(["forkd", "attach", made], stdout=subprocess.DEVNULL) as attached:
+    (sandbox_id,) = spawn()
+    with subprocess.Popen(["forkd", "attach", sandbox_id], stdout=subprocess.DEVNULL) as process:
         try:
             forkd_command.wait_for(target)
             sandbox = Sandbox(target=target, spawn=False)
-            sandbox.commands.run("echo by the port >/root/state")
-            assert run_shell(controller, made, "cat /root/state") == "by the port\n"
+            sandbox.commands.run("echo through the port >/root/state")
+            assert run_shell(controller, sandbox_id, "cat /root/state") == "through the port\n"
         finally:
-            attached.terminate()
-            assert attached.wait(_END_SECONDS) == 0
+            process.terminate()
+            assert process.wait(_END_SECONDS) == 0
     sandbox.kill()
-    assert [each["id"] for each in controller.list_sandboxes()] == [made]
+    assert [each["id"] for each in controller.list_sandboxes()] == [sandbox_id]

@@ -1,4 +1,4 @@
-"""Every public method of each client is tested or documented as missing; generates the tables of docs/.
+"""Every public method of each client is tested or documented as missing. Generates the tables in docs/.
 
 ``GROVE_WRITE_DOCS=1 ./dev test tests/sdk/test_methods.py`` writes the tables.
 """
@@ -31,7 +31,7 @@ from e2b.sandbox_sync.paginator import SandboxPaginator, SnapshotPaginator
 from tests.support.session import REPOSITORY
 
 _COMMAND = "GROVE_WRITE_DOCS=1 ./dev test tests/sdk/test_methods.py"
-_IMAGES = "templates are made from Debian's packages, a directory or a tarball: templates.md"
+_IMAGES = "templates are built from Debian packages, a directory or a tarball (templates.md)"
 
 
 @dataclass(frozen=True)
@@ -65,12 +65,12 @@ CLIENTS = (
         },
         ("test_e2b", "test_e2b_inside"),
         {
-            "Sandbox.get_metrics": "none are kept for each sandbox; `GET /sandboxes/{ref}/usage` is what it costs now",
-            "Sandbox.get_mcp_token": "needs a template with `mcp-gateway`, which none here has",
-            "Sandbox.get_mcp_url": "needs a template with `mcp-gateway`, which none here has",
-            "Git.*": "not tested: these are commands, and need git in the template",
-            "Volume.*": "others: no file calls on volumes; mount it, and use the files of a sandbox",
-            "Template.*": f"others: {_IMAGES}",
+            "Sandbox.get_metrics": "not stored; `GET /sandboxes/{ref}/usage` shows the current usage",
+            "Sandbox.get_mcp_token": "needs a template with `mcp-gateway`, which we do not provide",
+            "Sandbox.get_mcp_url": "needs a template with `mcp-gateway`, which we do not provide",
+            "Git.*": "not tested: these methods run git, which the template must have",
+            "Volume.*": "all others: no file calls on volumes; mount the volume in a sandbox instead",
+            "Template.*": f"all others: {_IMAGES}",
         },
     ),
     Client(
@@ -95,8 +95,8 @@ CLIENTS = (
         },
         ("test_cubesandbox",),
         {
-            "Sandbox.get_mcp_token": "needs a template with `mcp-gateway`, which none here has",
-            "Sandbox.get_mcp_url": "needs a template with `mcp-gateway`, which none here has",
+            "Sandbox.get_mcp_token": "needs a template with `mcp-gateway`, which we do not provide",
+            "Sandbox.get_mcp_url": "needs a template with `mcp-gateway`, which we do not provide",
             **{f"Template.{name}": _IMAGES for name in ("build", "rebuild", "update")},
         },
     ),
@@ -114,7 +114,7 @@ CLIENTS = (
 
 
 def public_methods(client: Client) -> list[str]:
-    """``Class.method`` for all callables whose names do not start with an underscore."""
+    """Return ``Class.method`` for all callables whose names do not start with an underscore."""
     return [
         f"{title}.{name}"
         for title, kind in client.classes.items()
@@ -124,69 +124,73 @@ def public_methods(client: Client) -> list[str]:
     ]
 
 
-def client_of(client: Client) -> Iterator[Callable[..., Any]]:
+def list_tests(client: Client) -> Iterator[Callable[..., Any]]:
     for name in client.tests:
         module = importlib.import_module(f"tests.sdk.{name}")
         yield from (member for key, member in vars(module).items() if key.startswith("test_") and callable(member))
 
 
-def coverage_of(client: Client) -> dict[str, list[tuple[str, bool]]]:
-    """For each method, for each test of it: the differences, and whether it needs hosts that keep memory."""
-    found: dict[str, list[tuple[str, bool]]] = {}
-    for test in client_of(client):
+def find_coverage(client: Client) -> dict[str, list[tuple[str, bool]]]:
+    """Return (note, whether the test needs memory in snapshots) for each test of each method."""
+    coverage: dict[str, list[tuple[str, bool]]] = {}
+    for test in list_tests(client):
         marks = getattr(test, "pytestmark", [])
         memory = any("needs_memory" in mark.args for mark in marks)
         for method, note in getattr(test, "covers", {}).items():
-            found.setdefault(method, []).append((note, memory))
-    return found
+            coverage.setdefault(method, []).append((note, memory))
+    return coverage
 
 
-def rows(client: Client) -> list[tuple[str, str, str, str]]:
-    """Method, KVM/XFS, jail/ZFS, remarks."""
-    found = []
-    for method in sorted({*coverage_of(client), *client.missing}, key=_order(client)):
+def table_rows(client: Client) -> list[tuple[str, str, str, str]]:
+    """Return the table's rows: method, support on kvm_xfs, support on jail_zfs, remarks."""
+    rows = []
+    for method in sorted({*find_coverage(client), *client.missing}, key=_sort_key(client)):
         if method in client.missing:
-            found.append((method, "no", "no", client.missing[method]))
+            rows.append((method, "no", "no", client.missing[method]))
             continue
-        about = coverage_of(client)[method]
-        notes = "; ".join(dict.fromkeys(note for note, _ in about if note))
-        found.append((method, "yes", "no" if all(memory for _, memory in about) else "yes", notes))
-    return found
+        tests = find_coverage(client)[method]
+        notes = "; ".join(dict.fromkeys(note for note, _ in tests if note))
+        rows.append((method, "yes", "no" if all(memory for _, memory in tests) else "yes", notes))
+    return rows
 
 
-def _order(client: Client) -> Callable[[str], tuple[int, str]]:
+def _sort_key(client: Client) -> Callable[[str], tuple[int, str]]:
     classes = list(client.classes)
     return lambda method: (
-        next((place for place, title in enumerate(classes) if method.rpartition(".")[0] == title), len(classes)),
+        next((position for position, title in enumerate(classes) if method.rpartition(".")[0] == title), len(classes)),
         method,
     )
 
 
-def table(client: Client) -> str:
+def render_table(client: Client) -> str:
     lines = [f"### {client.title}", "", "| method | `kvm_xfs` | `jail_zfs` | |", "|---|---|---|---|"]
-    lines += [f"| `{method}` | {kvm} | {jail} | {note} |" for method, kvm, jail, note in rows(client)]
+    lines += [f"| `{method}` | {kvm} | {jail} | {note} |" for method, kvm, jail, note in table_rows(client)]
     return "\n".join(lines)
 
 
 @pytest.mark.parametrize("client", CLIENTS, ids=lambda client: client.title)
 def test_every_method_is_tested_or_documented_as_missing(client):
-    there, said = coverage_of(client), client.missing
-    assert not set(there) & set(said)
-    known = {*there, *said}
+    tested, missing = find_coverage(client), client.missing
+    assert not set(tested) & set(missing)
+    listed = {*tested, *missing}
     for method in public_methods(client):
-        assert method in known or f"{method.partition('.')[0]}.*" in known, f"{method}: neither tested nor missing"
-    real = {*public_methods(client), *client.classes, "AsyncSandbox", "VolumeMount"}
-    assert {method for method in known if not method.endswith(".*")} <= real
+        assert method in listed or f"{method.partition('.')[0]}.*" in listed, (
+            f"{method}: neither tested nor documented as missing"
+        )
+    existing = {*public_methods(client), *client.classes, "AsyncSandbox", "VolumeMount"}
+    assert {method for method in listed if not method.endswith(".*")} <= existing
 
 
 @pytest.mark.parametrize("page", sorted({client.page for client in CLIENTS}))
-def test_the_page_contains_the_tables(page):
+def test_the_page_contains_the_generated_tables(page):
     path = REPOSITORY / "docs" / f"{page}.md"
     text = path.read_text()
-    begin, end = "<!-- methods: made by tests/sdk/test_methods.py -->", "<!-- end of methods -->"
-    made = "\n\n".join(table(client) for client in CLIENTS if client.page == page)
-    wanted = re.sub(f"{begin}.*{end}", lambda _: f"{begin}\n\n{made}\n\n{end}", text, flags=re.DOTALL)
-    assert begin in text
+    start_marker, end_marker = "<!-- methods: made by tests/sdk/test_methods.py -->", "<!-- end of methods -->"
+    tables = "\n\n".join(render_table(client) for client in CLIENTS if client.page == page)
+    expected = re.sub(
+        f"{start_marker}.*{end_marker}", lambda _: f"{start_marker}\n\n{tables}\n\n{end_marker}", text, flags=re.DOTALL
+    )
+    assert start_marker in text
     if os.environ.get("GROVE_WRITE_DOCS"):
-        path.write_text(wanted)
-    assert path.read_text() == wanted, f"write it anew: {_COMMAND}"
+        path.write_text(expected)
+    assert path.read_text() == expected, f"generate the page again: {_COMMAND}"

@@ -1,3 +1,5 @@
-"""Attacks, one file for each attacker and target: guest root, nobody (no key), a client with a read key, a sandbox
-under Ansible. Each test carries out the attack and asserts that it fails.
+"""Attacks on the gateway, with a file for each attacker and target.
+
+The attackers are root in a guest, nobody (a caller without a key), clients with a key, local users, and a sandbox under
+Ansible. Each test carries out an attack and asserts that it fails.
 """

@@ -1,4 +1,4 @@
-"""The gateway over a host in memory, as in the tests of the API, and as a target of attacks."""
+"""Fixtures for attacks on a gateway that is backed by an in-memory host."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from tests.security.routes import Target, attack_target
 
 
 @pytest.fixture(scope="module")
-def attacked(_served: MemoryGateway) -> Iterator[Target]:
-    with attack_target(_served) as made:
-        yield made
+def shared_target(_memory_gateway: MemoryGateway) -> Iterator[Target]:
+    with attack_target(_memory_gateway) as target:
+        yield target
 
 
 @pytest.fixture
-def target(attacked: Target) -> Iterator[Target]:
-    """A gateway with one object of each kind. Attacks must not change anything on it, so all of them share it."""
-    before = attacked.state()
-    yield attacked
-    assert attacked.state() == before and attacked.events == []
+def target(shared_target: Target) -> Iterator[Target]:
+    """A gateway with an object of each kind. All tests share it, because attacks must not change anything on it."""
+    before = shared_target.state()
+    yield shared_target
+    assert shared_target.state() == before and shared_target.events == []

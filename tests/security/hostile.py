@@ -1,4 +1,4 @@
-"""Replaces the agent as root in a sandbox could, and checks whether the gateway still serves others."""
+"""Replace the agent, as root in a sandbox can, and check that the gateway still serves other clients."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tests.api import inside
 from tests.api.memory_gateway import MemoryGateway
 
 PROBE_SECONDS = 20
-"""The longest time that `/health` may take on a busy machine."""
+"""Maximum response time of `/health` on a busy machine."""
 ATTACK_SECONDS = 120
 
 HEAD = b"HTTP/1.1 200 OK\r\nContent-Type: application/json\r\n"
@@ -23,73 +23,77 @@ HEAD = b"HTTP/1.1 200 OK\r\nContent-Type: application/json\r\n"
 
 def create_sandbox(memory_gateway: MemoryGateway, name: str) -> dict[str, Any]:
     with memory_gateway.client() as client:
-        answer = client.post("/sandboxes", json={"templateID": "base", "name": name})
-        assert answer.status_code == 201, answer.text
-        made: dict[str, Any] = answer.json()
-        return made
+        response = client.post("/sandboxes", json={"templateID": "base", "name": name})
+        assert response.status_code == 201, response.text
+        sandbox: dict[str, Any] = response.json()
+        return sandbox
 
 
-def make_answer(body: bytes, status: str = "200 OK") -> bytes:
+def make_response(body: bytes, status: str = "200 OK") -> bytes:
     return inside.make_reply(status, body)
 
 
-def chunked(*chunks: bytes) -> bytes:
+def make_chunked_response(*chunks: bytes) -> bytes:
     body = b"".join(b"%x\r\n%s\r\n" % (len(chunk), chunk) for chunk in chunks)
     return HEAD + b"Transfer-Encoding: chunked\r\n\r\n" + body + b"0\r\n\r\n"
 
 
 @contextlib.contextmanager
 def replaced_agent(
-    memory_gateway: MemoryGateway, sandbox: dict[str, Any], *answers: bytes, **more: Any
+    memory_gateway: MemoryGateway, sandbox: dict[str, Any], *responses: bytes, **options: Any
 ) -> Iterator[inside.RawService]:
-    """Replace the sandbox's agent by one that sends ``answers``, one after the other; the last one repeats."""
-    with inside.raw_service(memory_gateway, sandbox, *answers, port=inside.AGENT_PORT, **more) as agent:
+    """Replace the agent of the sandbox with a service that sends ``responses`` in order, and repeats the last one."""
+    with inside.raw_service(memory_gateway, sandbox, *responses, port=inside.AGENT_PORT, **options) as agent:
         yield agent
 
 
 def send_endlessly(piece: bytes, limit: int = 256 << 20) -> tuple[inside.Handler, list[int]]:
-    """Return a service that keeps sending ``piece`` to each reader, up to ``most`` bytes, and the number of bytes
-    sent."""
-    sent = [0]
+    """Return a handler that sends ``piece`` repeatedly, up to ``limit`` bytes in total.
+
+    Also returns a list whose only item is the number of bytes sent so far.
+    """
+    sent_bytes = [0]
 
     async def flood(_: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        while sent[0] < limit:
+        while sent_bytes[0] < limit:
             writer.write(piece)
             await writer.drain()
-            sent[0] += len(piece)
+            sent_bytes[0] += len(piece)
 
-    return flood, sent
+    return flood, sent_bytes
 
 
 def check_others_are_served(client: httpx.Client, attack: Callable[[], httpx.Response]) -> httpx.Response:
-    """Return the answer to ``attack``. Requests for `/health` must be answered meanwhile."""
-    answers: list[httpx.Response | BaseException] = []
+    """Return the response to ``attack``, and check that `/health` responds while the attack runs."""
+    responses: list[httpx.Response | BaseException] = []
 
     def run() -> None:
         try:
-            answers.append(attack())
+            responses.append(attack())
         except BaseException as error:
-            answers.append(error)
+            responses.append(error)
 
     thread = threading.Thread(target=run, daemon=True)
     thread.start()
     deadline = time.monotonic() + ATTACK_SECONDS
     while True:
-        ended = not thread.is_alive()
+        has_ended = not thread.is_alive()
         assert client.get("/health", timeout=PROBE_SECONDS).status_code == 200
-        if ended:
+        if has_ended:
             break
-        assert time.monotonic() < deadline, "the attack was never answered"
+        assert time.monotonic() < deadline, "the attack received no response"
         time.sleep(0.02)
-    (answer,) = answers
-    if isinstance(answer, BaseException):
-        raise answer
-    return answer
+    (response,) = responses
+    if isinstance(response, BaseException):
+        raise response
+    return response
 
 
 class LoopMonitor:
-    """Measures the longest uninterrupted work of the gateway's event loop, in seconds of its own processor time, so
-    that other processes on this machine do not count."""
+    """Measures the longest uninterrupted work of the gateway's event loop.
+
+    ``longest``: in seconds of processor time, which other processes on this machine do not affect.
+    """
 
     def __init__(self, memory_gateway: MemoryGateway) -> None:
         self._loop = memory_gateway.loop

@@ -1,6 +1,6 @@
-"""Every route of the gateway, in every spelling, and a record of the effects of a request.
+"""List all routes of the gateway in many spellings, and record the effects of requests.
 
-The routes come from the application itself, so a new route is attacked without a change here.
+The routes come from the application itself, so new routes are attacked automatically.
 """
 
 from __future__ import annotations
@@ -25,17 +25,17 @@ from tests.api.memory_gateway import MemoryGateway
 from tests.api.memory_host import Machine
 
 VERBS = ("GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS", "TRACE", "PROPFIND", "delete", "get")
-READING = ("GET", "HEAD", "OPTIONS")
-"""Methods that change nothing on any route."""
+READ_METHODS = ("GET", "HEAD", "OPTIONS")
+"""Methods that do not change anything on any route."""
 
 
 @dataclass(frozen=True)
 class Route:
     method: str
     path: str
-    """With the names of objects that exist in a `Target`."""
+    """The path with the names of objects that exist in a `Target`."""
     template: str
-    """As in the application, such as `/sandboxes/{ref}`."""
+    """The path in the application, such as `/sandboxes/{ref}`."""
 
     def __str__(self) -> str:
         return f"{self.method} {self.template}"
@@ -43,26 +43,26 @@ class Route:
 
 @dataclass
 class Target:
-    """A gateway with one object of each kind, and its state before the attack."""
+    """A gateway with an object of each kind, and the effects of requests to it."""
 
     gateway: MemoryGateway
     secrets: list[str]
     build: str
     agent_calls: list[str] = field(default_factory=list)
-    """Paths of the gateway's requests to agents."""
+    """The paths of the gateway's requests to agents."""
     events: list[str] = field(default_factory=list)
 
     def state(self) -> str:
-        """Everything that a request could have changed, as text."""
+        """Return everything that a request can change, as JSON."""
         index, host = self.gateway.engine.index, self.gateway.host
-        things = (index.sandboxes, index.snapshots, index.volumes, index.volume_snapshots)
-        records = [[thing.model_dump(mode="json") for thing in kind.values()] for kind in things]
+        collections = (index.sandboxes, index.snapshots, index.volumes, index.volume_snapshots)
+        records = [[item.model_dump(mode="json") for item in collection.values()] for collection in collections]
         machines = {id: [machine.state, machine.mounted, machine.allowed] for id, machine in host.machines.items()}
         builds = [build.build_id for build in self.gateway.engine.templates.list_unfinished_builds()]
         return json.dumps([records, machines, builds, host.files, host.disks, host.forked], sort_keys=True)
 
     def fill_in(self, template: str) -> str:
-        """Put names of existing objects into a path of the application."""
+        """Return a path of the application with the names of existing objects."""
         kind = template.split("/")[2 if template.startswith(("/v1/", "/v2/")) else 1]
         ref = {"sandboxes": "one", "snapshots": "taken", "templates": "spare", "volumes": "data"}.get(kind, "one")
         names = {"ref": ref, "volume": "data", "snapshot": "mark", "build": self.build}
@@ -70,14 +70,14 @@ class Target:
 
 
 def route_templates() -> list[tuple[str, str]]:
-    """(method, path) of all routes: those of the OpenAPI document, and those of the routers that it omits."""
-    found = {(method.upper(), path) for path, item in document()["paths"].items() for method in item}
+    """Return (method, path) of all routes, including those that the OpenAPI document omits."""
+    routes = {(method.upper(), path) for path, item in document()["paths"].items() for method in item}
     for module in pkgutil.walk_packages(api.__path__, f"{api.__name__}."):
         router = getattr(importlib.import_module(module.name), "router", None)
         for route in router.routes if isinstance(router, APIRouter) else ():
             if isinstance(route, APIRoute):
-                found |= {(method, route.path) for method in route.methods}
-    return sorted({*found, ("GET", "/openapi.json")})
+                routes |= {(method, route.path) for method in route.methods}
+    return sorted({*routes, ("GET", "/openapi.json")})
 
 
 def all_routes(target: Target) -> list[Route]:
@@ -87,52 +87,52 @@ def all_routes(target: Target) -> list[Route]:
 @contextlib.contextmanager
 def attack_target(memory_gateway: MemoryGateway) -> Iterator[Target]:
     with memory_gateway.client() as admin:
-        spare = admin.post("/templates", json={"name": "spare", "packages": ["git"]}).json()
-        admin.get(f"/templates/spare/builds/{spare['buildID']}/logs", params={"follow": True})
+        template = admin.post("/templates", json={"name": "spare", "packages": ["git"]}).json()
+        admin.get(f"/templates/spare/builds/{template['buildID']}/logs", params={"follow": True})
         volume = admin.post("/volumes", json={"name": "data"}).json()
         assert admin.post("/volumes/data/snapshots", json={"name": "mark"}).status_code == 201
         mounts = [{"name": "data", "path": "/data"}]
-        one = admin.post("/sandboxes", json={"templateID": "base", "name": "one", "volumeMounts": mounts}).json()
+        sandbox = admin.post("/sandboxes", json={"templateID": "base", "name": "one", "volumeMounts": mounts}).json()
         assert admin.post("/sandboxes/one/snapshots", json={"name": "taken"}).status_code == 201
         secrets = [
-            one["envdAccessToken"],
-            one["trafficAccessToken"],
+            sandbox["envdAccessToken"],
+            sandbox["trafficAccessToken"],
             volume["token"],
             memory_gateway.engine.secret.key.hex(),
         ]
-        made = Target(memory_gateway, secrets, spare["buildID"])
-        with _recorded(made):
-            yield made
+        target = Target(memory_gateway, secrets, template["buildID"])
+        with recorded_effects(target):
+            yield target
         for path in ("/sandboxes/one", "/snapshots/taken", "/volumes/data?withSnapshots=true", "/templates/spare"):
             admin.delete(path)
 
 
 @contextlib.contextmanager
-def _recorded(made: Target) -> Iterator[None]:
-    """Record the requests to agents and the events in ``made`` inside the context."""
-    publish, answer = made.gateway.engine.events.publish, Machine._answer
+def recorded_effects(target: Target) -> Iterator[None]:
+    """Record the requests to agents and the events in ``target`` inside the context."""
+    publish, answer = target.gateway.engine.events.publish, Machine._answer
 
     def record_event(type: str, **data: Any) -> None:
-        made.events.append(type)
+        target.events.append(type)
         publish(type, **data)
 
-    async def record_answer(machine: Machine, line: str, asked: str, *more: Any) -> None:
-        made.agent_calls.append(asked)
-        await answer(machine, line, asked, *more)
+    async def record_answer(machine: Machine, line: str, path: str, *args: Any) -> None:
+        target.agent_calls.append(path)
+        await answer(machine, line, path, *args)
 
-    made.gateway.engine.events.publish = record_event  # type: ignore[method-assign]
+    target.gateway.engine.events.publish = record_event  # type: ignore[method-assign]
     Machine._answer = record_answer  # type: ignore[method-assign, assignment]
     try:
         yield
     finally:
-        made.gateway.engine.events.publish = publish  # type: ignore[method-assign]
+        target.gateway.engine.events.publish = publish  # type: ignore[method-assign]
         Machine._answer = answer  # type: ignore[method-assign]
 
 
 # --- spellings of a path --------------------------------------------------------------------------------------------
 
 SPELLINGS: dict[str, Callable[[str], str]] = {
-    "as it is": lambda path: path,
+    "unchanged": lambda path: path,
     "first letter encoded": lambda path: f"/%{ord(path[1]):02x}{path[2:]}",
     "every letter encoded": lambda path: "/" + "".join(f"%{ord(letter):02X}" for letter in path[1:]),
     "slashes encoded": lambda path: "/" + quote(path[1:], safe=""),
@@ -142,33 +142,33 @@ SPELLINGS: dict[str, Callable[[str], str]] = {
     "a dot segment": lambda path: f"/.{path}",
     "up and down": lambda path: f"/x/..{path}",
     "up and down, encoded": lambda path: f"/x/%2e%2e{path}",
-    "up from what is open": lambda path: f"/health/..{path}",
-    "up from what is open, encoded": lambda path: f"/health%2f..{path}",
-    "a parameter after what is open": lambda path: f"/health;/..{path}",
-    "a query after what is open": lambda path: f"/health?{path}",
-    "what is open behind it": lambda path: f"{path}/../../../health",
-    "what is open as its parameter": lambda path: f"{path};/health",
-    "what is open as its query": lambda path: f"{path}?/health",
-    "what is open as its fragment": lambda path: f"{path}#/health",
-    "a slash more at the end": lambda path: f"{path}/",
-    "a slash more at the beginning": lambda path: f"/{path}",
-    "two slashes within": lambda path: path[0] + path[1:].replace("/", "//"),
+    "up from an open path": lambda path: f"/health/..{path}",
+    "up from an open path, encoded": lambda path: f"/health%2f..{path}",
+    "a parameter after an open path": lambda path: f"/health;/..{path}",
+    "a query after an open path": lambda path: f"/health?{path}",
+    "followed by an open path": lambda path: f"{path}/../../../health",
+    "an open path as a parameter": lambda path: f"{path};/health",
+    "an open path as a query": lambda path: f"{path}?/health",
+    "an open path as a fragment": lambda path: f"{path}#/health",
+    "an additional slash at the end": lambda path: f"{path}/",
+    "an additional slash at the beginning": lambda path: f"/{path}",
+    "double slashes": lambda path: path[0] + path[1:].replace("/", "//"),
     "backslashes": lambda path: path.replace("/", "\\"),
     "an encoded backslash": lambda path: path[0] + path[1:].replace("/", "%5c"),
     "capitals": lambda path: path.upper(),
     "a parameter": lambda path: f"{path};jsessionid=1",
     "a suffix": lambda path: f"{path}.json",
-    "an encoded blank": lambda path: f"{path}%20",
-    "an encoded line's end": lambda path: f"{path}%0d%0a",
+    "an encoded space": lambda path: f"{path}%20",
+    "an encoded line end": lambda path: f"{path}%0d%0a",
     "an encoded NUL": lambda path: f"{path}%00",
     "an encoded question mark": lambda path: f"{path}%3f",
     "an encoded hash": lambda path: f"{path}%23/exec",
-    "exec behind it": lambda path: f"{path}/exec",
-    "exec behind it, encoded": lambda path: f"{path}%2fexec",
-    "exec before it": lambda path: f"/sandboxes/one/exec/../../..{path}",
-    "as a sandbox's name before exec": lambda path: f"/sandboxes/{quote(path, safe='')}/exec",
-    "absolute": lambda path: f"http://gateway{path}",
-    "absolute, with what is open as its host": lambda path: f"http://health{path}",
+    "followed by exec": lambda path: f"{path}/exec",
+    "followed by exec, encoded": lambda path: f"{path}%2fexec",
+    "preceded by exec": lambda path: f"/sandboxes/one/exec/../../..{path}",
+    "as the name of a sandbox before exec": lambda path: f"/sandboxes/{quote(path, safe='')}/exec",
+    "an absolute URL": lambda path: f"http://gateway{path}",
+    "an absolute URL with an open path as its host": lambda path: f"http://health{path}",
     "without a slash": lambda path: path[1:],
     "another version": lambda path: f"/v2{path}",
     "a method in the query": lambda path: f"{path}?_method=DELETE",
@@ -198,33 +198,33 @@ OVERRIDES: list[dict[str, str]] = [
 
 
 class Caller:
-    """Sends requests with targets that client libraries would reject; reuses its connection if possible."""
+    """Sends requests with targets that client libraries reject. Reuses its connection if possible."""
 
     def __init__(self, memory_gateway: MemoryGateway, headers: dict[str, str]) -> None:
         self._headers = headers
         self._connection = http.client.HTTPConnection("127.0.0.1", memory_gateway.port, timeout=20)
 
-    def ask(self, method: str, target: str, body: bytes = b"{}", **headers: str) -> tuple[int, str]:
-        """The status, and the body if it has an end."""
+    def request(self, method: str, target: str, body: bytes = b"{}", **headers: str) -> tuple[int, str]:
+        """Send a request. Returns the status and the body; "" if the body has no length."""
         try:
-            return self._ask(method, target, body, headers)
+            return self._request(method, target, body, headers)
         except (http.client.RemoteDisconnected, BrokenPipeError, ConnectionResetError):
-            # The server closed the connection after its previous answer.
+            # The server closed the connection after its previous response.
             self._connection.close()
-            return self._ask(method, target, body, headers)
+            return self._request(method, target, body, headers)
 
-    def _ask(self, method: str, target: str, body: bytes, headers: dict[str, str]) -> tuple[int, str]:
+    def _request(self, method: str, target: str, body: bytes, headers: dict[str, str]) -> tuple[int, str]:
         connection = self._connection
         connection.putrequest(method, target, skip_host=True, skip_accept_encoding=True)
-        given = {"Host": "gateway", "Content-Type": "application/json", "Content-Length": str(len(body))}
-        for name, value in (given | self._headers | headers).items():
+        default_headers = {"Host": "gateway", "Content-Type": "application/json", "Content-Length": str(len(body))}
+        for name, value in (default_headers | self._headers | headers).items():
             connection.putheader(name, value)
         connection.endheaders(body)
-        answer = connection.getresponse()
-        if answer.length is None:
+        response = connection.getresponse()
+        if response.length is None:
             connection.close()
-            return answer.status, ""
-        return answer.status, answer.read().decode("latin-1")
+            return response.status, ""
+        return response.status, response.read().decode("latin-1")
 
     def close(self) -> None:
         self._connection.close()

@@ -1,4 +1,4 @@
-"""A client with a key sends bodies that are read as a whole, on many connections, each without its last byte."""
+"""A client with a key sends large bodies without their last bytes, on many connections."""
 
 from __future__ import annotations
 
@@ -13,51 +13,53 @@ from tests.support.daemon import Daemon
 from tests.support.waiting import eventually
 
 CLIENTS = 80
-EACH = MAX_BODY_BYTES - 1000
-"""Bytes: 320 MiB in total."""
-MOST_GROWTH = 5 * MAX_HELD_BYTES
-"""Includes data between the socket and the counter, and unused memory of the heap."""
+BODY_BYTES = MAX_BODY_BYTES - 1000
+"""About 320 MiB on all connections."""
+MAX_GROWTH = 5 * MAX_HELD_BYTES
+"""Bytes. This includes data that is not counted yet, and unused memory of the heap."""
 HEAD = (
     f"POST /sandboxes HTTP/1.1\r\nHost: gateway\r\nX-API-Key: {ADMIN_KEY}\r\n"
-    f"Content-Type: application/json\r\nContent-Length: {EACH + 1}\r\n\r\n"
+    f"Content-Type: application/json\r\nContent-Length: {BODY_BYTES + 1}\r\n\r\n"
 ).encode()
 
 
-def test_incomplete_bodies(tmp_path: Path) -> None:
+def test_memory_for_incomplete_bodies_is_limited(tmp_path: Path) -> None:
     with Daemon(tmp_path) as daemon, contextlib.ExitStack() as stack:
         before = daemon.memory_use()
-        lines = [stack.enter_context(socket.create_connection(("127.0.0.1", daemon.port), 30)) for _ in range(CLIENTS)]
-        threads = [threading.Thread(target=_send, args=[line]) for line in lines]
+        connections = [
+            stack.enter_context(socket.create_connection(("127.0.0.1", daemon.port), 30)) for _ in range(CLIENTS)
+        ]
+        threads = [threading.Thread(target=_send, args=[connection]) for connection in connections]
         for thread in threads:
             thread.start()
-        peak, settled = 0, 0
-        while settled < 20:
+        peak, idle_rounds = 0, 0
+        while idle_rounds < 20:
             daemon.check_health()
             peak = max(peak, daemon.memory_use())
-            settled += not any(thread.is_alive() for thread in threads)
-        assert peak - before < MOST_GROWTH, f"{peak - before} bytes"
-        refused = [line for line in lines if _answer(line).startswith(b"HTTP/1.1 429 ")]
-        assert CLIENTS // 2 < len(refused) < CLIENTS
+            idle_rounds += not any(thread.is_alive() for thread in threads)
+        assert peak - before < MAX_GROWTH, f"{peak - before} bytes"
+        rejected = [connection for connection in connections if _read_response(connection).startswith(b"HTTP/1.1 429 ")]
+        assert CLIENTS // 2 < len(rejected) < CLIENTS
         stack.close()
-        # The bytes no longer count once their sender is gone.
+        # The bytes no longer count after their senders have disconnected.
         eventually(lambda: _is_accepted(daemon), seconds=60)
 
 
-def _send(line: socket.socket) -> None:
+def _send(connection: socket.socket) -> None:
     with contextlib.suppress(OSError):
-        line.sendall(HEAD + b"x" * EACH)
+        connection.sendall(HEAD + b"x" * BODY_BYTES)
 
 
-def _answer(line: socket.socket) -> bytes:
-    """The answer so far."""
-    line.settimeout(1)
+def _read_response(connection: socket.socket) -> bytes:
+    """Return the response that has arrived so far."""
+    connection.settimeout(1)
     try:
-        return line.recv(65536)
+        return connection.recv(65536)
     except OSError:
         return b""
 
 
 def _is_accepted(daemon: Daemon) -> bool:
-    with socket.create_connection(("127.0.0.1", daemon.port), 30) as line:
-        line.sendall(HEAD + b"x" * (EACH + 1))
-        return line.recv(65536).startswith(b"HTTP/1.1 400 ")
+    with socket.create_connection(("127.0.0.1", daemon.port), 30) as connection:
+        connection.sendall(HEAD + b"x" * (BODY_BYTES + 1))
+        return connection.recv(65536).startswith(b"HTTP/1.1 400 ")

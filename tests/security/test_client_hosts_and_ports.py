@@ -1,5 +1,7 @@
-"""A client that manipulates names of hosts and ports in the data plane: it reaches the sandbox that was checked, at the
-port that it named, or nothing; never the host's own services, another sandbox or the gateway itself.
+"""A client manipulates names of hosts and ports in the data plane.
+
+Its requests reach only the authorized sandbox at the requested port, never services of the host, another sandbox or the
+gateway itself.
 """
 
 from __future__ import annotations
@@ -40,20 +42,20 @@ def other(api: httpx.Client) -> dict[str, Any]:
 
 @contextlib.contextmanager
 def run_canaries(memory_gateway: MemoryGateway, sandbox: dict[str, Any], other: dict[str, Any]) -> Iterator[RawService]:
-    """Run a service of `one` that may be reached, one of the host's and two more that may not."""
-    hosts = RawService()
+    """Run a service of ``sandbox`` that may receive requests, and three services that must not."""
+    host_service = RawService()
     with (
-        raw_service(memory_gateway, sandbox) as mine,
+        raw_service(memory_gateway, sandbox) as service,
         raw_service(memory_gateway, sandbox, port=PORT + 1) as next_port,
-        raw_service(memory_gateway, other) as theirs,
-        Service("127.0.0.1", HOST_PORT, hosts.listen),
+        raw_service(memory_gateway, other) as other_service,
+        Service("127.0.0.1", HOST_PORT, host_service.listen),
     ):
-        yield mine
-        assert hosts.accepted == next_port.accepted == theirs.accepted == 0
+        yield service
+        assert host_service.accepted == next_port.accepted == other_service.accepted == 0
 
 
 def host_spellings(one: str, other: str, inside: str, gateway: int) -> list[str]:
-    good = f"{PORT}-{one}.sandbox.local"
+    valid = f"{PORT}-{one}.sandbox.local"
     return [
         *(f"{HOST_PORT}-127.0.0.1.sandbox.local", f"{HOST_PORT}-localhost.sandbox.local", f"127.0.0.1:{HOST_PORT}"),
         *(
@@ -62,26 +64,31 @@ def host_spellings(one: str, other: str, inside: str, gateway: int) -> list[str]
             f"{PORT}-{inside}.sandbox.local",
             f"{inside}:{PORT}",
         ),
-        *(f"{good}@127.0.0.1:{HOST_PORT}", f"127.0.0.1:{HOST_PORT}@{good}", f"user:pass@{good}", f"{good}#@127.0.0.1"),
         *(
-            f"{good}.127.0.0.1.nip.io",
-            f"{good}.evil.example",
-            f"evil.{good}",
-            f"{good}/../{other}",
-            f"{good}%2e",
+            f"{valid}@127.0.0.1:{HOST_PORT}",
+            f"127.0.0.1:{HOST_PORT}@{valid}",
+            f"user:pass@{valid}",
+            f"{valid}#@127.0.0.1",
+        ),
+        *(
+            f"{valid}.127.0.0.1.nip.io",
+            f"{valid}.evil.example",
+            f"evil.{valid}",
+            f"{valid}/../{other}",
+            f"{valid}%2e",
             "[::1]",
         ),
         *(
             f"[::ffff:127.0.0.1]:{HOST_PORT}",
-            f"[{good}]",
-            f"{good}:",
-            f"{good}:{HOST_PORT}0",
-            f"{good}:x",
-            f"{good}:-1",
+            f"[{valid}]",
+            f"{valid}:",
+            f"{valid}:{HOST_PORT}0",
+            f"{valid}:x",
+            f"{valid}:-1",
         ),
         *(
-            f"{good}..",
-            f".{good}",
+            f"{valid}..",
+            f".{valid}",
             f"{PORT}-{one}..sandbox.local",
             f"{PORT}--{one}.sandbox.local",
             f"{PORT}_{one}.sandbox.local",
@@ -89,8 +96,8 @@ def host_spellings(one: str, other: str, inside: str, gateway: int) -> list[str]
         *(
             f"{PORT}-{one},{PORT}-{other}.sandbox.local",
             f"{PORT}-{one} {other}.sandbox.local",
-            f"{good},{good}",
-            f"{good} x",
+            f"{valid},{valid}",
+            f"{valid} x",
         ),
         *(f"{PORT + 1}, {PORT}-{one}.sandbox.local", f"-{PORT}-{one}.sandbox.local", f"+{PORT}-{one}.sandbox.local"),
         *(f"0x{PORT:x}-{one}.sandbox.local", f"{PORT}.0-{one}.sandbox.local", f"{PORT}e0-{one}.sandbox.local"),
@@ -123,31 +130,31 @@ def host_spellings(one: str, other: str, inside: str, gateway: int) -> list[str]
     ]
 
 
-def test_no_host_name_leads_elsewhere(
+def test_host_names_reach_only_their_own_sandbox(
     memory_gateway: MemoryGateway, api: httpx.Client, sandbox: dict[str, Any], other: dict[str, Any]
 ) -> None:
     names = host_spellings(
         sandbox["sandboxID"], other["sandboxID"], machine_address(memory_gateway, other), memory_gateway.port
     )
-    with run_canaries(memory_gateway, sandbox, other) as mine:
+    with run_canaries(memory_gateway, sandbox, other) as service:
         for name in names:
             request = f"GET / HTTP/1.1\r\nHost: {name}\r\n{KEY}\r\n\r\n".encode("latin-1")
             with raw_connection(memory_gateway, request) as connection:
                 status = read_status(connection)[0]
             assert status in (400, 404, 502), (name[:100], status)
-        assert mine.accepted == 0
-        # Its own names work in all the spellings that DNS allows.
-        good = f"{PORT}-{sandbox['sandboxID']}.sandbox.local"
-        for count, name in enumerate((good, good.upper(), f"{good}.", f"{good}:8700", f"{good}.:443"), 1):
+        assert service.accepted == 0
+        # The sandbox's own names work in all spellings that DNS allows.
+        valid = f"{PORT}-{sandbox['sandboxID']}.sandbox.local"
+        for count, name in enumerate((valid, valid.upper(), f"{valid}.", f"{valid}:8700", f"{valid}.:443"), 1):
             with raw_connection(memory_gateway, request_head("GET /", f"Host: {name}", KEY)) as connection:
                 assert read_status(connection)[0] == 200, name
-            assert len(mine.heads) == count
-            seen = mine.request_headers()["host"]
-            assert seen == name
+            assert len(service.heads) == count
+            host_header = service.request_headers()["host"]
+            assert host_header == name
 
 
 @pytest.mark.parametrize("first", ["ref", "port"])
-def test_no_header_leads_elsewhere(
+def test_headers_reach_only_their_own_sandbox(
     memory_gateway: MemoryGateway, api: httpx.Client, sandbox: dict[str, Any], other: dict[str, Any], first: str
 ) -> None:
     id, inside = sandbox["sandboxID"], machine_address(memory_gateway, other)
@@ -183,12 +190,12 @@ def test_no_header_leads_elsewhere(
         *("0" * 5 + str(PORT), "9" * 5000, f"{PORT}#", f"{PORT}\\"),
     ]
     pairs = [(ref, str(PORT)) for ref in refs] if first == "ref" else [(id, port) for port in ports]
-    with run_canaries(memory_gateway, sandbox, other) as mine:
+    with run_canaries(memory_gateway, sandbox, other) as service:
         for ref, port in pairs:
             fields = ("Host: gateway", f"E2b-Sandbox-Id: {ref}", f"E2b-Sandbox-Port: {port}", KEY)
             with raw_connection(memory_gateway, request_head("GET /", *fields)) as connection:
                 assert read_status(connection)[0] in (400, 502), (ref, port)
-        assert mine.accepted == 0
+        assert service.accepted == 0
         fields = ("Host: gateway", f"E2b-Sandbox-Id: {id}", f"E2b-Sandbox-Port: {PORT}", KEY)
         with raw_connection(memory_gateway, request_head("GET /", *fields)) as connection:
             assert read_status(connection)[0] == 200
@@ -199,34 +206,42 @@ def test_host_ports_are_not_sandbox_ports(
 ) -> None:
     with run_canaries(memory_gateway, sandbox, other):
         for port in (HOST_PORT, memory_gateway.port, 22):
-            answer = api.get("/health", headers={"Host": f"{port}-one.sandbox.local"})
-            assert answer.status_code == 502 and "nothing listens" in answer.json()["message"]
+            response = api.get("/health", headers={"Host": f"{port}-one.sandbox.local"})
+            assert response.status_code == 502 and "nothing listens" in response.json()["message"]
 
 
-def test_no_target_leads_elsewhere(
+def test_request_targets_reach_only_their_own_sandbox(
     memory_gateway: MemoryGateway, api: httpx.Client, sandbox: dict[str, Any], other: dict[str, Any]
 ) -> None:
     """The host in the request line is ignored."""
-    mine_host = f"Host: {PORT}-{sandbox['sandboxID']}.sandbox.local"
-    theirs = f"{PORT}-{other['sandboxID']}.sandbox.local"
-    with run_canaries(memory_gateway, sandbox, other) as mine:
+    host_field = f"Host: {PORT}-{sandbox['sandboxID']}.sandbox.local"
+    other_host = f"{PORT}-{other['sandboxID']}.sandbox.local"
+    with run_canaries(memory_gateway, sandbox, other) as service:
         for target in (
-            *(f"http://127.0.0.1:{HOST_PORT}/", f"http://{theirs}/", f"https://{theirs}/", f"{theirs}:80", "*"),
-            *(f"@{theirs}/", f"127.0.0.1:{HOST_PORT}", "file:///etc/passwd", "unix:/run/x", "?x", "#x"),
+            *(
+                f"http://127.0.0.1:{HOST_PORT}/",
+                f"http://{other_host}/",
+                f"https://{other_host}/",
+                f"{other_host}:80",
+                "*",
+            ),
+            *(f"@{other_host}/", f"127.0.0.1:{HOST_PORT}", "file:///etc/passwd", "unix:/run/x", "?x", "#x"),
         ):
-            with raw_connection(memory_gateway, request_head(f"GET {target}", mine_host, KEY)) as connection:
+            with raw_connection(memory_gateway, request_head(f"GET {target}", host_field, KEY)) as connection:
                 assert read_status(connection)[0] in (400, 501), target
-        assert mine.accepted == 0
+        assert service.accepted == 0
         for count, target in enumerate(
-            (f"//127.0.0.1:{HOST_PORT}/", f"/@{theirs}/", "/../../x", "/\\\\x", "/http://x"), 1
+            (f"//127.0.0.1:{HOST_PORT}/", f"/@{other_host}/", "/../../x", "/\\\\x", "/http://x"), 1
         ):
-            with raw_connection(memory_gateway, request_head(f"GET {target}", mine_host, KEY)) as connection:
+            with raw_connection(memory_gateway, request_head(f"GET {target}", host_field, KEY)) as connection:
                 assert read_status(connection)[0] == 200
-            assert len(mine.heads) == count and mine.request_target() == target, "it is a path, and passed on as it is"
+            assert len(service.heads) == count and service.request_target() == target, (
+                "the target is forwarded unchanged as a path"
+            )
 
 
 LABEL = "[0-9]+-[^.]+"
-_names = st.text("0123456789abcdef-.:@[]%/ \tSANDBOXsandboxlcal", max_size=60) | st.builds(
+_host_names = st.text("0123456789abcdef-.:@[]%/ \tSANDBOXsandboxlcal", max_size=60) | st.builds(
     "{}-{}.{}{}".format,
     st.integers(-10, 1 << 40) | st.text(max_size=5),
     st.text(max_size=20),
@@ -235,7 +250,7 @@ _names = st.text("0123456789abcdef-.:@[]%/ \tSANDBOXsandboxlcal", max_size=60) |
 )
 
 
-@given(_names)
+@given(_host_names)
 @example("3000-one.sandbox.local")
 @example("65535-one.sandbox.local.:443")
 @settings(max_examples=500, deadline=None)
@@ -243,13 +258,13 @@ def test_a_sandbox_name_has_one_meaning(name: str) -> None:
     raw_name = name.encode("utf-8").decode("latin-1")
     headers = Headers(raw=[(b"host", raw_name.encode("latin-1"))])
     try:
-        found = Addresses("sandbox.local").target(headers)
+        address = Addresses("sandbox.local").target(headers)
     except Invalid:
         return
-    if found is None:
+    if address is None:
         return
-    assert 1 <= found.port <= 65535 and found.by_host
+    assert 1 <= address.port <= 65535 and address.by_host
     label, _, rest = raw_name.lower().partition(".")
     assert rest.rpartition(":")[0].rstrip(".") == "sandbox.local" or rest.rstrip(".") == "sandbox.local"
     port, _, ref = label.partition("-")
-    assert (int(port), ref) == (found.port, found.ref) and "." not in found.ref
+    assert (int(port), ref) == (address.port, address.ref) and "." not in address.ref

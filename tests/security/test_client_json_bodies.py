@@ -1,4 +1,4 @@
-"""Clients that send bodies to break a parser: deep, huge, with many members, in no valid encoding, at every route."""
+"""Clients try to break the parser with deep, huge or invalid bodies, at every route."""
 
 from __future__ import annotations
 
@@ -17,179 +17,184 @@ from tests.api.inside import eventually
 from tests.api.memory_gateway import ADMIN_KEY, EXEC_KEY
 from tests.security.routes import Target
 
-FULL, SOME = MAX_BODY_BYTES - 256, 64 << 10
-MEMORY = 256 << 10
-"""KiB that the whole process may grow by: a body of 4 MiB becomes some 100 MiB of Python objects while it is parsed."""
+LARGE, MEDIUM = MAX_BODY_BYTES - 256, 64 << 10
+MAX_GROWTH_KIB = 256 << 10
+"""Maximum growth of the whole process. Parsing a body of 4 MiB creates about 100 MiB of Python objects."""
 
 
-def make_members(pair: bytes, size: int = FULL) -> bytes:
-    """As many members as fit; ``pair`` has %d in it."""
+def make_members(pair: bytes, size: int = LARGE) -> bytes:
+    """Return an object of about ``size`` bytes. ``pair``: one member, with %d for its number."""
     count = size // (len(pair % 0) + 7)
     return b"{" + b",".join(pair % number for number in range(count)) + b"}"
 
 
-BROKEN: dict[str, bytes] = {
-    "lists in lists": b"[" * SOME,
-    "lists in lists, closed": b"[" * (SOME // 2) + b"]" * (SOME // 2),
-    "objects in objects": b'{"a":' * (SOME // 5),
+NOT_OBJECTS: dict[str, bytes] = {
+    "lists in lists": b"[" * MEDIUM,
+    "lists in lists, closed": b"[" * (MEDIUM // 2) + b"]" * (MEDIUM // 2),
+    "objects in objects": b'{"a":' * (MEDIUM // 5),
     "a field of lists in lists": b'{"a":' + b"[" * 100_000 + b"]" * 100_000 + b"}",
-    "a list of nothing": b"[" + b"{}," * (SOME // 3 - 2) + b"{}]",
-    "a number without end": b'{"a":' + b"1" * SOME + b"}",
-    "a number below zero without end": b'{"a":-' + b"1" * SOME + b"}",
-    "a string without end": b'{"a":"' + b"a" * SOME,
-    "escapes without end": b'{"a":"' + b"\\" * SOME,
-    "quotes without end": b'"' * SOME,
-    "blanks without end": b" " * SOME,
-    "no UTF-8": b'{"a":"\xff\xfe\xc0\xaf"}',
+    "a list of empty objects": b"[" + b"{}," * (MEDIUM // 3 - 2) + b"{}]",
+    "a number without end": b'{"a":' + b"1" * MEDIUM + b"}",
+    "a negative number without end": b'{"a":-' + b"1" * MEDIUM + b"}",
+    "a string without end": b'{"a":"' + b"a" * MEDIUM,
+    "escapes without end": b'{"a":"' + b"\\" * MEDIUM,
+    "quotes without end": b'"' * MEDIUM,
+    "spaces without end": b" " * MEDIUM,
+    "invalid UTF-8": b'{"a":"\xff\xfe\xc0\xaf"}',
     "overlong UTF-8": b'{"a":"\xe0\x80\xaf"}',
-    "NUL bytes": b"\x00" * SOME,
-    "a mark of bytes' order": b"\xef\xbb\xbf{",
+    "NUL bytes": b"\x00" * MEDIUM,
+    "a byte order mark": b"\xef\xbb\xbf{",
     "comments": b'/* */ {"a": "x"} // x',
     "two objects": b'{"a":"x"}{"a":"y"}',
-    "a comma more": b'{"a":1,}',
+    "a trailing comma": b'{"a":1,}',
     "a list": b"[]",
     "a string": b'"text"',
     "a number": b"1",
-    "more than is read": b'{"a":"' + b"a" * (MAX_BODY_BYTES + 1) + b'"}',
+    "more than the limit": b'{"a":"' + b"a" * (MAX_BODY_BYTES + 1) + b'"}',
 }
-"""Never a valid JSON object."""
+"""Bodies that are not a valid JSON object."""
 
-ODD: dict[str, bytes] = {
-    "a field that is as deep as can be read": b'{"metadata":{"a":' + b'{"a":' * 900 + b"1" + b"}" * 902,
-    "a fraction without end": b'{"timeout":0.' + b"1" * FULL + b"}",
-    "a power without end": b'{"timeout":1e' + b"9" * FULL + b"}",
-    "infinite": b'{"timeout":Infinity}',
-    "below infinite": b'{"timeout":-Infinity}',
+INVALID_OBJECTS: dict[str, bytes] = {
+    "a field of the maximum depth": b'{"metadata":{"a":' + b'{"a":' * 900 + b"1" + b"}" * 902,
+    "a fraction without end": b'{"timeout":0.' + b"1" * LARGE + b"}",
+    "an exponent without end": b'{"timeout":1e' + b"9" * LARGE + b"}",
+    "infinity": b'{"timeout":Infinity}',
+    "negative infinity": b'{"timeout":-Infinity}',
     "not a number": b'{"timeout":NaN}',
     "a size without end": b'{"cpuCount":' + b"9" * 4000 + b"}",
-    "a size that is a fraction": b'{"memoryMB":64.5}',
-    "half characters": b'{"name":"\\ud800"}',
-    "half characters as names of members": b'{"metadata":{"\\udfff":1}}',
+    "a fraction as a size": b'{"memoryMB":64.5}',
+    "half a surrogate pair": b'{"name":"\\ud800"}',
+    "half a surrogate pair as a key": b'{"metadata":{"\\udfff":1}}',
     "a NUL in a name": b'{"name":"a\\u0000b"}',
-    "a name of megabytes": b'{"name":"' + b"a" * FULL + b'"}',
+    "a name of megabytes": b'{"name":"' + b"a" * LARGE + b'"}',
     "UTF-16": '{"name": "../x"}'.encode("utf-16"),
     "UTF-32": '{"name": "../x"}'.encode("utf-32"),
-    "a name twice, the last one bad": b'{"name":"good","name":"../bad"}',
+    "a repeated name, the last one invalid": b'{"name":"good","name":"../bad"}',
     "no template": b"{}",
-    "only what nobody knows": make_members(b'"%d":1'),
+    "only unknown fields": make_members(b'"%d":1'),
     "a list as each value": make_members(b'"%d":[]'),
 }
 """Objects that do not describe a valid sandbox."""
 
 
 def routes_with_bodies() -> list[tuple[str, str, dict[str, Any]]]:
-    """(method, path, schema of the body) of each route that has one."""
-    whole = document()
-    found = []
-    for path, item in whole["paths"].items():
+    """Return (method, path, schema of the body) of each route with a body."""
+    schema_document = document()
+    routes = []
+    for path, item in schema_document["paths"].items():
         for method, operation in item.items():
             if "requestBody" in operation:
                 schema = operation["requestBody"]["content"]["application/json"]["schema"]
                 for choice in (schema, *schema.get("anyOf", ())):
                     if "$ref" in choice:
                         name = choice["$ref"].rpartition("/")[2]
-                        found.append((method.upper(), path, whole["components"]["schemas"][name]))
-    return found
+                        routes.append((method.upper(), path, schema_document["components"]["schemas"][name]))
+    return routes
 
 
 def container_fields(schema: dict[str, Any]) -> dict[str, str]:
-    """The fields that hold many values: `array` or `object`."""
-    found = {}
+    """Return the fields that contain many values, with their type: `array` or `object`."""
+    kinds = {}
     for name, field in schema["properties"].items():
         for choice in (field, *field.get("anyOf", ())):
             if choice.get("type") == "array" or "additionalProperties" in choice:
-                found[name] = choice["type"]
-    return found
+                kinds[name] = choice["type"]
+    return kinds
 
 
 ROUTES = routes_with_bodies()
-MANY = [
+CONTAINER_FIELDS = [
     (method, path, name, kind) for method, path, schema in ROUTES for name, kind in container_fields(schema).items()
 ]
 
 
-def make_client(there: Target, key: str = ADMIN_KEY) -> httpx.Client:
-    # Loading the CA certificates takes clients longer than most requests here.
-    return httpx.Client(base_url=there.gateway.url, headers={"X-API-Key": key}, verify=False, timeout=60)
+def make_client(target: Target, key: str = ADMIN_KEY) -> httpx.Client:
+    # Do not load CA certificates, which takes longer than most requests here.
+    return httpx.Client(base_url=target.gateway.url, headers={"X-API-Key": key}, verify=False, timeout=60)
 
 
-def send_attack(asking: httpx.Client, there: Target, method: str, path: str, body: bytes) -> httpx.Response:
-    return asking.request(method, there.fill_in(path), content=body, headers={"Content-Type": "application/json"})
+def send_attack(client: httpx.Client, target: Target, method: str, path: str, body: bytes) -> httpx.Response:
+    return client.request(method, target.fill_in(path), content=body, headers={"Content-Type": "application/json"})
 
 
-def memory_growth(work: Callable[[], None]) -> int:
-    """The growth of the process's peak memory in KiB."""
+def measure_growth_kib(work: Callable[[], None]) -> int:
+    """Return how much ``work`` increases the peak memory of this process, in KiB."""
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     work()
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before
 
 
 def test_some_routes_accept_bodies() -> None:
-    assert len(ROUTES) >= 20 and len(MANY) >= 15
-    assert {("POST", "/sandboxes/{ref}/exec", "env", "object"), ("POST", "/templates", "setup", "array")} <= set(MANY)
+    assert len(ROUTES) >= 20 and len(CONTAINER_FIELDS) >= 15
+    assert {("POST", "/sandboxes/{ref}/exec", "env", "object"), ("POST", "/templates", "setup", "array")} <= set(
+        CONTAINER_FIELDS
+    )
 
 
-def check_refused(asking: httpx.Client, there: Target, method: str, path: str, body: bytes) -> None:
-    answer = send_attack(asking, there, method, path, body)
-    told = f"{method} {path}: {answer.status_code} {answer.text[:200]}"
-    assert answer.status_code in (400, 413) and len(answer.content) < 16 << 10, told
-    assert asking.get("/health").status_code == 200
+def check_refused(client: httpx.Client, target: Target, method: str, path: str, body: bytes) -> None:
+    response = send_attack(client, target, method, path, body)
+    details = f"{method} {path}: {response.status_code} {response.text[:200]}"
+    assert response.status_code in (400, 413) and len(response.content) < 16 << 10, details
+    assert client.get("/health").status_code == 200
 
 
-@pytest.mark.parametrize("body", BROKEN)
+@pytest.mark.parametrize("body", NOT_OBJECTS)
 def test_a_body_that_is_not_an_object_is_refused_at_every_route(target: Target, body: str) -> None:
     def work() -> None:
         for method, path, _ in ROUTES:
-            check_refused(asking, target, method, path, BROKEN[body])
+            check_refused(client, target, method, path, NOT_OBJECTS[body])
 
-    with make_client(target) as asking:
-        assert memory_growth(work) < MEMORY
+    with make_client(target) as client:
+        assert measure_growth_kib(work) < MAX_GROWTH_KIB
 
 
-@pytest.mark.parametrize("body", ODD)
+@pytest.mark.parametrize("body", INVALID_OBJECTS)
 def test_invalid_sandbox_options_are_refused(target: Target, body: str) -> None:
-    with make_client(target) as asking:
-        assert memory_growth(lambda: check_refused(asking, target, "POST", "/sandboxes", ODD[body])) < MEMORY
+    with make_client(target) as client:
+        assert (
+            measure_growth_kib(lambda: check_refused(client, target, "POST", "/sandboxes", INVALID_OBJECTS[body]))
+            < MAX_GROWTH_KIB
+        )
 
 
-@pytest.mark.parametrize(("method", "path", "field", "kind"), MANY, ids=lambda value: str(value))
-def test_many_invalid_members_cost_little(target: Target, method: str, path: str, field: str, kind: str) -> None:
-    """Each invalid member is an error, but nobody needs a million errors."""
-    wrong = make_members(b'"%d":1') if kind == "object" else b"[" + b"1," * (FULL // 2 - 2) + b"1]"
-    body = b'{"%s":%s}' % (field.encode(), wrong)
+@pytest.mark.parametrize(("method", "path", "field", "kind"), CONTAINER_FIELDS, ids=lambda value: str(value))
+def test_many_invalid_members_use_little_memory(target: Target, method: str, path: str, field: str, kind: str) -> None:
+    """Each member is invalid, but the gateway must not collect a million errors."""
+    members = make_members(b'"%d":1') if kind == "object" else b"[" + b"1," * (LARGE // 2 - 2) + b"1]"
+    body = b'{"%s":%s}' % (field.encode(), members)
     statuses: list[int] = []
-    healthy = 0
+    healthy_responses = 0
 
     def work() -> None:
-        nonlocal healthy
+        nonlocal healthy_responses
         thread = threading.Thread(
-            target=lambda: statuses.append(send_attack(asking, target, method, path, body).status_code)
+            target=lambda: statuses.append(send_attack(client, target, method, path, body).status_code)
         )
         thread.start()
         while thread.is_alive():
-            healthy += probing.get("/health").status_code == 200
+            healthy_responses += probe.get("/health").status_code == 200
         thread.join()
 
-    with make_client(target) as asking, make_client(target) as probing:
-        assert memory_growth(work) < MEMORY
-    assert statuses == [400] and healthy
+    with make_client(target) as client, make_client(target) as probe:
+        assert measure_growth_kib(work) < MAX_GROWTH_KIB
+    assert statuses == [400] and healthy_responses
 
 
 def test_many_large_bodies_do_not_delay_others(target: Target) -> None:
     body = json.dumps({"args": ["true"], "env": {}}).encode()[:-1] + b', "x":' + make_members(b'"%d":1', 1 << 20) + b"}"
-    done: list[int] = []
+    statuses: list[int] = []
 
     def send() -> None:
-        with make_client(target, EXEC_KEY) as asking:
+        with make_client(target, EXEC_KEY) as client:
             for _ in range(2):
-                done.append(send_attack(asking, target, "POST", "/sandboxes/{ref}/exec", body).status_code)
+                statuses.append(send_attack(client, target, "POST", "/sandboxes/{ref}/exec", body).status_code)
 
     threads = [threading.Thread(target=send) for _ in range(4)]
     for thread in threads:
         thread.start()
-    healthy = 0
-    while len(done) < 8 and any(thread.is_alive() for thread in threads):
-        with make_client(target) as probing:
-            healthy += probing.get("/health").status_code == 200
+    healthy_responses = 0
+    while len(statuses) < 8 and any(thread.is_alive() for thread in threads):
+        with make_client(target) as probe:
+            healthy_responses += probe.get("/health").status_code == 200
     eventually(lambda: not any(thread.is_alive() for thread in threads))
-    assert done == [200] * 8 and healthy >= 3
+    assert statuses == [200] * 8 and healthy_responses >= 3

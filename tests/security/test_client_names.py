@@ -1,6 +1,4 @@
-"""A client that sends paths as names: the API rejects each or takes it as a name, and no path on the host contains
-one.
-"""
+"""A client sends paths as names. The API rejects them, and no path on the host contains a name."""
 
 from __future__ import annotations
 
@@ -26,8 +24,8 @@ TRAVERSALS = [
     *("\u2024\u2024/x", "\uff0e\uff0e", "\u2215", "a\u202eb", "\u0430", "e\u0301", "a" * 65, "a" * 100_000, "_a", "-a"),
     *("\ufeffa", "a\u2028", "\u0661", "a\x7f", "a\x85", "\udcff"),
 ]
-"""Not a valid name."""
-PLACES: list[tuple[str, str, dict[str, Any], str]] = [
+"""Texts that are not valid names."""
+NAME_FIELDS: list[tuple[str, str, dict[str, Any], str]] = [
     ("POST", "/sandboxes", {"templateID": "base"}, "name"),
     ("PATCH", "/sandboxes/one", {}, "name"),
     ("POST", "/sandboxes/one/snapshots", {}, "name"),
@@ -41,7 +39,7 @@ PLACES: list[tuple[str, str, dict[str, Any], str]] = [
     ("POST", "/v1/snapshots", {"rootfs": "/nowhere"}, "tag"),
     ("POST", "/v1/snapshots/taken/compact", {}, "to"),
 ]
-REFERENCES: list[tuple[str, str, dict[str, Any], str]] = [
+REFERENCE_FIELDS: list[tuple[str, str, dict[str, Any], str]] = [
     ("POST", "/sandboxes", {}, "templateID"),
     ("POST", "/sandboxes/one/rollback", {}, "snapshotID"),
     ("POST", "/sandboxes/one/promote", {}, "source"),
@@ -49,7 +47,7 @@ REFERENCES: list[tuple[str, str, dict[str, Any], str]] = [
     ("POST", "/volumes/data/rollback", {"force": True}, "snapshot"),
     ("POST", "/v1/sandboxes", {}, "snapshot_tag"),
 ]
-MOUNTS = [
+INVALID_MOUNT_PATHS = [
     *("..", "/..", "/data/..", "/data/../etc", "/./x", "//x", "/x/", "data", "", "/", "/etc", "/proc/1/root", "/sys/x"),
     *(
         "/dev/x",
@@ -68,25 +66,25 @@ MOUNTS = [
 ]
 
 
-@pytest.mark.parametrize(("method", "path", "body", "field"), PLACES, ids=lambda value: str(value)[:40])
+@pytest.mark.parametrize(("method", "path", "body", "field"), NAME_FIELDS, ids=lambda value: str(value)[:40])
 def test_no_name_is_a_path(target: Target, method: str, path: str, body: dict[str, Any], field: str) -> None:
     with target.gateway.client() as admin:
         for name in TRAVERSALS:
-            sent = {**body, field: [name] if field == "names" else name}
-            content = json.dumps(sent)
-            answer = admin.request(method, path, content=content, headers={"Content-Type": "application/json"})
-            assert answer.status_code == 400 and answer.json()["kind"] in ("invalid", "unsupported"), (
+            payload = {**body, field: [name] if field == "names" else name}
+            content = json.dumps(payload)
+            response = admin.request(method, path, content=content, headers={"Content-Type": "application/json"})
+            assert response.status_code == 400 and response.json()["kind"] in ("invalid", "unsupported"), (
                 name[:50],
-                answer.text[:200],
+                response.text[:200],
             )
 
 
-@pytest.mark.parametrize(("method", "path", "body", "field"), REFERENCES, ids=lambda value: str(value)[:40])
+@pytest.mark.parametrize(("method", "path", "body", "field"), REFERENCE_FIELDS, ids=lambda value: str(value)[:40])
 def test_no_reference_is_a_path(target: Target, method: str, path: str, body: dict[str, Any], field: str) -> None:
     with target.gateway.client() as admin:
         for name in (each for each in TRAVERSALS if "\udcff" not in each):
-            answer = admin.request(method, path, json={**body, field: name})
-            assert answer.status_code in (400, 404), (name[:50], answer.text[:200])
+            response = admin.request(method, path, json={**body, field: name})
+            assert response.status_code in (400, 404), (name[:50], response.text[:200])
 
 
 def test_no_reference_in_a_path_is_a_path(target: Target) -> None:
@@ -96,11 +94,11 @@ def test_no_reference_in_a_path_is_a_path(target: Target) -> None:
         ):
             for kind in ("sandboxes", "snapshots", "templates", "volumes", "v1/sandboxes", "v1/snapshots"):
                 for method in ("GET", "DELETE"):
-                    answer = admin.request(method, f"/{kind}/{quote(name, safe='')}")
-                    assert 400 <= answer.status_code < 500 or answer.is_redirect, (kind, name)
+                    response = admin.request(method, f"/{kind}/{quote(name, safe='')}")
+                    assert 400 <= response.status_code < 500 or response.is_redirect, (kind, name)
 
 
-@pytest.mark.parametrize("path", MOUNTS)
+@pytest.mark.parametrize("path", INVALID_MOUNT_PATHS)
 def test_no_volume_is_mounted_over_system_directories(target: Target, path: str) -> None:
     with target.gateway.client() as admin:
         mount = {"name": "data", "path": path}
@@ -110,8 +108,8 @@ def test_no_volume_is_mounted_over_system_directories(target: Target, path: str)
             ("/sandboxes/one/clone", {"volumeMounts": [mount]}),
             ("/snapshots/taken/fork", {"volumeMounts": [mount]}),
         ):
-            answer = admin.post(route, json=body)
-            assert answer.status_code in (400, 409) and answer.json()["kind"] in ("invalid", "conflict")
+            response = admin.post(route, json=body)
+            assert response.status_code in (400, 409) and response.json()["kind"] in ("invalid", "conflict")
 
 
 @given(st.text(max_size=70) | st.text("abc019_.-/\\ \x00%", max_size=70))
@@ -143,29 +141,31 @@ def test_a_mount_path_has_one_meaning(path: str) -> None:
 
 
 def test_no_name_becomes_a_path_on_a_real_disk(shared_gateway: Gateway) -> None:
-    """The names are valid, but would do harm as file names. Keys and values are not even valid names."""
+    """These names are valid, but would be harmful as names of files."""
     root, client = shared_gateway.state_root, shared_gateway.client
     outside = {path for path in root.parent.iterdir() if path != root}
     names = ["manifest.json", "volume.img", "snapshots", "volumes", "a..", "x.-_", "0" * 12, "CON", "a" * 64]
-    made = []
+    created = []
     try:
         for name in names:
             volume = client.post("/volumes", json={"name": name, "sizeMB": 64})
             assert volume.status_code == 201, volume.text
-            made.append(volume.json())
+            created.append(volume.json())
             assert client.post(f"/volumes/{name}/snapshots", json={"name": name}).status_code == 201
-        for bad in ("../x", "/tmp/x", "a/b", ".partial-x"):
-            assert client.post("/volumes", json={"name": bad}).status_code == 400
-        for thing in (each for each in (root / "volumes").rglob("*") if each.is_dir()):
-            parts = thing.relative_to(root / "volumes").parts
+        for invalid_name in ("../x", "/tmp/x", "a/b", ".partial-x"):
+            assert client.post("/volumes", json={"name": invalid_name}).status_code == 400
+        for directory in (each for each in (root / "volumes").rglob("*") if each.is_dir()):
+            parts = directory.relative_to(root / "volumes").parts
             # volumes/ID and volumes/ID/snapshots/ID
-            assert all(part == "snapshots" if place == 1 else is_id(part) for place, part in enumerate(parts)), thing
+            assert all(part == "snapshots" if depth == 1 else is_id(part) for depth, part in enumerate(parts)), (
+                directory
+            )
         files = {path.name for path in (root / "volumes").rglob("*") if path.is_file()}
         assert files <= {"volume.img", "manifest.json"}, files
     finally:
-        for volume in made:
+        for volume in created:
             client.delete(f"/volumes/{volume['volumeID']}?withSnapshots=true")
-    # Gateways of other tests create and remove entries beside it, with their own names.
+    # Gateways of other tests create and remove entries with other names in the same directory.
     assert not {path.name for path in root.parent.iterdir()} & {"x", "etc", "tmp", *names} - {p.name for p in outside}
 
 

@@ -1,4 +1,4 @@
-"""A client that writes firewall rules into a policy: it gets an error, and the rules are unchanged."""
+"""A client writes firewall rules into a network policy. It receives an error, and the rules do not change."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from sandbox_gateway.errors import Invalid
-from sandbox_gateway.hosts.jail_zfs.command_runner import CommandRunner
+from sandbox_gateway.hosts.jail_zfs.commands import CommandRunner
 from sandbox_gateway.hosts.jail_zfs.network.epair import Bridge
 from sandbox_gateway.hosts.jail_zfs.network.pf import jail_rules
 from sandbox_gateway.hosts.kvm_xfs.network.addresses import Slot
@@ -50,7 +50,7 @@ INJECTIONS = [
     *("1.1.1.1 jump inwards", 'include "/etc/passwd"', "define x = 1", "`id`", "$(id)", "../../x", "%s", "{{ x }}"),
     *("", " ", "\t", "\n", "a" * 100_000, "1" * 100_000, "," * 1000, "1.1.1.1;", "1.1.1.1\r\nx", "10.0.0.0/255.0.0.x"),
 ]
-"""Not an IPv4 address or range."""
+"""Texts that are neither an IPv4 address nor a range."""
 _PREFIX = r"(\d{1,3}\.){3}\d{1,3}(/\d{1,2})?"
 _SET = rf"\{{ {_PREFIX}(, {_PREFIX})* \}}"
 _NFT = re.compile(
@@ -63,23 +63,23 @@ _PF = re.compile(
     rf"((pass|block drop|block return) (in|out) quick on [a-z0-9-]+ inet6?( proto (tcp|udp))?"
     rf"( all| from (! )?{_PREFIX} to (any|\(self\)|{_PREFIX}))( port 53)?\n)+"
 )
-# Arbitrary texts, and texts that are almost addresses.
+# Arbitrary texts, and texts that resemble addresses.
 _texts = st.text(max_size=30) | st.text("0123456789./ \n;{}#,-:", max_size=30) | st.ip_addresses(v=4).map(str)
 
 
-def parse_rules(policy: NetworkPolicy) -> tuple[str, str]:
+def build_rules(policy: NetworkPolicy) -> tuple[str, str]:
     bridge = Bridge(CommandRunner(), name="sbxbr", prefix="sbx", subnet="10.231.0.0/16")
     return policy_rules(policy, ["9.9.9.9"], SUBNET), jail_rules(bridge, bridge.epair(7), policy, ["9.9.9.9"])
 
 
 @pytest.mark.parametrize("field", ["allow_out", "deny_out"])
 @pytest.mark.parametrize("text", INJECTIONS, ids=lambda text: ascii(text[:30]))
-def test_an_invalid_address_makes_no_rule(text: str, field: str) -> None:
-    for given_ in ([text], ["192.0.2.1", text], [text, "192.0.2.1"]):
-        policy = NetworkPolicy.model_validate({field: given_})
+def test_an_invalid_address_is_refused(text: str, field: str) -> None:
+    for addresses in ([text], ["192.0.2.1", text], [text, "192.0.2.1"]):
+        policy = NetworkPolicy.model_validate({field: addresses})
         for build in (
             lambda policy=policy: policy_rules(policy, [], SUBNET),
-            lambda policy=policy: parse_rules(policy),
+            lambda policy=policy: build_rules(policy),
         ):
             with pytest.raises(Invalid, match="not an IPv4 address or CIDR"):
                 build()
@@ -94,7 +94,7 @@ def test_an_invalid_address_makes_no_rule(text: str, field: str) -> None:
 def test_accepted_addresses_become_rules_of_known_forms(allowed: list[str], denied: list[str], internet: bool) -> None:
     policy = NetworkPolicy(allow_internet=internet, allow_out=allowed, deny_out=denied)
     try:
-        nft, pf = parse_rules(policy)
+        nft, pf = build_rules(policy)
     except Invalid:
         return
     assert _NFT.fullmatch(nft), nft
@@ -103,11 +103,11 @@ def test_accepted_addresses_become_rules_of_known_forms(allowed: list[str], deni
 
 
 def read_ruleset(slot: Slot) -> str:
-    """The rules of a slot, and those of its gateway on the host."""
+    """Return the rules of a slot and those of its gateway on the host, without counters."""
     host = ["nft", "list", "table", "inet", f"{slot.name.partition('-')[0]}_sandbox"]
     commands = (host, ["nsenter", f"--net={slot.path}", "nft", "list", "ruleset"])
-    shown = [subprocess.run(each, capture_output=True, text=True, check=True, timeout=20).stdout for each in commands]
-    return re.sub(r"counter packets \d+ bytes \d+", "", "\n".join(shown))
+    outputs = [subprocess.run(each, capture_output=True, text=True, check=True, timeout=20).stdout for each in commands]
+    return re.sub(r"counter packets \d+ bytes \d+", "", "\n".join(outputs))
 
 
 @pytest.mark.usefixtures("need_root")
@@ -129,8 +129,8 @@ def test_a_real_gateway_refuses_invalid_addresses_before_any_work(shared_gateway
     for text in (each for each in INJECTIONS if len(each) < 1000):
         for field in ("allowOut", "denyOut"):
             network: dict[str, Any] = {field: [text]}
-            answer = client.post("/sandboxes", json={"templateID": template, "network": network})
-            assert answer.status_code == 400 and answer.json()["kind"] == "invalid", answer.text
-    assert [one["sandboxID"] for one in client.get("/sandboxes").json()] == [one["sandboxID"] for one in before]
+            response = client.post("/sandboxes", json={"templateID": template, "network": network})
+            assert response.status_code == 400 and response.json()["kind"] == "invalid", response.text
+    assert [each["sandboxID"] for each in client.get("/sandboxes").json()] == [each["sandboxID"] for each in before]
     table = f"table inet {shared_gateway.prefix}_sandbox"
     assert table in subprocess.run(["nft", "list", "tables"], capture_output=True, text=True, timeout=20).stdout

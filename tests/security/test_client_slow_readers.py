@@ -1,4 +1,4 @@
-"""Clients that read a byte at a time, and services that write one: they delay nobody and do not use up memory."""
+"""Clients read, and services write, a byte at a time. They do not delay others or use much memory."""
 
 from __future__ import annotations
 
@@ -15,51 +15,51 @@ from tests.api.memory_gateway import EXEC_KEY, MemoryGateway
 from tests.api.test_sandboxes import create_sandbox
 
 KEY = f"X-API-Key: {EXEC_KEY}"
-MANY = 20
-MOST_EACH = 16 << 20
-"""Bytes in transit to a client that does not read: the kernel's buffers of three connections, and a few pieces."""
+CLIENTS = 20
+MAX_BYTES_EACH = 16 << 20
+"""Maximum number of bytes in transit to a client that does not read: kernel buffers, and a few pieces."""
 ENDLESS = b"HTTP/1.1 200 OK\r\nContent-Length: 1000000000000\r\n\r\n"
 
 
 def memory_use() -> int:
-    """Bytes of this process, which is client, gateway and service in one."""
+    """Return the memory in bytes of this process, which contains the client, the gateway and the service."""
     return int(Path("/proc/self/statm").read_text().split()[1]) * 4096
 
 
-def test_many_clients_that_read_a_byte_a_second(
+def test_many_slow_clients_do_not_delay_others(
     memory_gateway: MemoryGateway, api: httpx.Client, sandbox: dict[str, Any]
 ) -> None:
-    other, sent = create_sandbox(api, name="other"), 0
+    other, sent_bytes = create_sandbox(api, name="other"), 0
 
     async def flood(_: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        nonlocal sent
-        if len(service.heads) > MANY:
+        nonlocal sent_bytes
+        if len(service.heads) > CLIENTS:
             return
         while True:
             writer.write(b"x" * 65536)
             await writer.drain()
-            sent += 65536
+            sent_bytes += 65536
 
     request = request_head("GET /", f"Host: {host(sandbox, PORT)}", KEY)
     with (
-        raw_service(memory_gateway, sandbox, *[ENDLESS] * MANY, make_reply(), then=flood) as service,
+        raw_service(memory_gateway, sandbox, *[ENDLESS] * CLIENTS, make_reply(), then=flood) as service,
         contextlib.ExitStack() as stack,
     ):
         before = memory_use()
-        readers = [stack.enter_context(raw_connection(memory_gateway, request)) for _ in range(MANY)]
+        readers = [stack.enter_context(raw_connection(memory_gateway, request)) for _ in range(CLIENTS)]
         for reader in readers:
             assert reader.recv(1) == b"H"
-        was = -1
+        previous = -1
         for _ in range(60):
             for reader in readers:
                 assert reader.recv(1)
-            was, then = sent, was
-            if was == then:
+            previous, earlier = sent_bytes, previous
+            if previous == earlier:
                 break
             time.sleep(0.3)
-        assert 0 < sent < MANY * MOST_EACH
-        assert memory_use() - before < MANY * MOST_EACH
-        # All others still work: at the gateway, at another sandbox, and at the same service.
+        assert 0 < sent_bytes < CLIENTS * MAX_BYTES_EACH
+        assert memory_use() - before < CLIENTS * MAX_BYTES_EACH
+        # Requests to the gateway, to another sandbox and to the same service still work.
         with memory_gateway.client(EXEC_KEY) as client:
             for _ in range(20):
                 assert client.get("/health").status_code == 200
@@ -69,7 +69,7 @@ def test_many_clients_that_read_a_byte_a_second(
     eventually(lambda: not service.open)
 
 
-def test_services_that_write_a_byte_at_a_time(
+def test_slow_services_do_not_delay_others(
     memory_gateway: MemoryGateway, api: httpx.Client, sandbox: dict[str, Any]
 ) -> None:
     other = create_sandbox(api, name="other")
@@ -82,32 +82,32 @@ def test_services_that_write_a_byte_at_a_time(
 
     request = request_head("GET /", f"Host: {host(sandbox, PORT)}", KEY)
     with raw_service(memory_gateway, sandbox, b"H", then=drip) as service, contextlib.ExitStack() as stack:
-        clients = [stack.enter_context(raw_connection(memory_gateway, request)) for _ in range(MANY)]
-        eventually(lambda: service.open == MANY)
+        clients = [stack.enter_context(raw_connection(memory_gateway, request)) for _ in range(CLIENTS)]
+        eventually(lambda: service.open == CLIENTS)
         with memory_gateway.client(EXEC_KEY) as client:
             for _ in range(20):
                 assert client.get("/health").status_code == 200
                 assert client.get("/echo", headers=port_headers(other)).status_code == 201
-        for each in clients[: MANY // 2]:
+        for each in clients[: CLIENTS // 2]:
             each.close()
         # A client that disconnects also ends its request.
-        eventually(lambda: service.open == MANY // 2)
+        eventually(lambda: service.open == CLIENTS // 2)
     eventually(lambda: not service.open)
 
 
-def test_event_listeners_that_never_read(memory_gateway: MemoryGateway, api: httpx.Client) -> None:
+def test_event_listeners_that_never_read_use_little_memory(memory_gateway: MemoryGateway, api: httpx.Client) -> None:
     """Unread events are dropped beyond a limit. Listeners are removed when they disconnect."""
     queues = memory_gateway.engine.events._queues
     before = len(queues)
     with contextlib.ExitStack() as stack:
-        for _ in range(MANY):
+        for _ in range(CLIENTS):
             stack.enter_context(raw_connection(memory_gateway, request_head("GET /events", "Host: gateway", KEY)))
-        eventually(lambda: len(queues) == before + MANY)
-        was = memory_use()
+        eventually(lambda: len(queues) == before + CLIENTS)
+        before_flood = memory_use()
         for _ in range(5000):
             memory_gateway.loop.call_soon_threadsafe(
                 lambda: memory_gateway.engine.events.publish("flood", data="x" * 1000)
             )
         assert api.get("/health").status_code == 200
-        assert memory_use() - was < 32 << 20
+        assert memory_use() - before_flood < 32 << 20
     eventually(lambda: len(queues) == before)

@@ -1,7 +1,7 @@
-"""A client that hides a second request in one: it has no effect at its own sandbox, at another, or at the gateway.
+"""A client hides a second request in its request. The hidden request has no effect anywhere.
 
-Each form is a request that servers parse in different ways. The server inside counts the requests and checks that they
-are unambiguous HTTP.
+Each form is a request that servers parse in different ways. The server inside a sandbox counts the requests, and the
+tests check that they are unambiguous HTTP.
 """
 
 from __future__ import annotations
@@ -18,111 +18,112 @@ from tests.api.memory_gateway import ADMIN_KEY, EXEC_KEY, MemoryGateway
 from tests.api.test_sandboxes import create_sandbox
 
 FIRST_SECONDS, QUIET_SECONDS = 2, 0.25
-"""Timeouts of the first answer and of further ones: some forms are incomplete requests."""
+"""Timeouts of the first response and of the others. They are short, because some forms are incomplete requests."""
 CHUNKED = b"Transfer-Encoding: chunked"
 CANONICAL = re.compile(rb"[A-Z]+ /[!-~]* HTTP/1\.1\r\n(?:[!#$%&'*+.^_`|~0-9A-Za-z-]+: ?[\t -~\x80-\xff]*\r\n)+\r\n")
-"""A head that all servers parse in the same way: no bare line ends, no folded lines, no control characters."""
+"""A head that all servers parse in the same way, without bare line ends, folded lines and control characters."""
 
 
 @dataclass(frozen=True)
 class Form:
-    """``first``: the request line; ``fields``: its headers beyond Host and key; ``body``: contains HIDDEN."""
+    """A form of request.
+
+    ``first``: the request line; ``fields``: the headers except for Host and key; ``body``: contains HIDDEN.
+    """
 
     fields: tuple[bytes, ...]
     body: bytes = b"HIDDEN"
     first: bytes = b"POST / HTTP/1.1"
     end: bytes = b"\r\n"
     raw: bytes = b""
-    """The whole request, instead of the other fields; FIELDS are Host and key."""
+    """The whole request, which replaces the other attributes. FIELDS stands for Host and key."""
 
 
-def transfer_encoding_form(*fields: bytes, body: bytes = b"0\r\n\r\nHIDDEN") -> Form:
-    """Read as chunks, the body ends before HIDDEN; read by its length, it ends after HIDDEN."""
+def make_chunked_form(*fields: bytes, body: bytes = b"0\r\n\r\nHIDDEN") -> Form:
+    """Return a form whose body ends before HIDDEN if it is chunked, and after HIDDEN according to its length."""
     return Form((*fields, b"Content-Length: LENGTH"), body)
 
 
-def content_length_form(*fields: bytes, body: bytes = b"HIDDEN") -> Form:
+def make_body_form(*fields: bytes, body: bytes = b"HIDDEN") -> Form:
     return Form(fields, body)
 
 
-def unusual_length_form(*fields: bytes) -> Form:
-    """An invalid or unusual length header: a server that ignores it takes HIDDEN for the next request."""
+def make_length_form(*fields: bytes) -> Form:
+    """Return a form with an unusual length. A server that ignores it takes HIDDEN for the next request."""
     return Form(fields, b"HIDDEN")
 
 
 FORMS: dict[str, Form] = {
     # Two lengths.
-    "CL.TE": transfer_encoding_form(CHUNKED),
+    "CL.TE": make_chunked_form(CHUNKED),
     "TE.CL": Form((CHUNKED, b"Content-Length: 4"), b"5c\r\nHIDDEN\r\n0\r\n\r\n"),
     "TE before CL": Form((CHUNKED, b"Content-Length: LENGTH"), b"0\r\n\r\nHIDDEN"),
-    "CL twice, small first": unusual_length_form(b"Content-Length: 0", b"Content-Length: LENGTH"),
-    "CL twice, small last": unusual_length_form(b"Content-Length: LENGTH", b"Content-Length: 0"),
-    "CL in a list": unusual_length_form(b"Content-Length: 0, LENGTH"),
-    "CL in a list, reversed": unusual_length_form(b"Content-Length: LENGTH, 0"),
+    "CL twice, small first": make_length_form(b"Content-Length: 0", b"Content-Length: LENGTH"),
+    "CL twice, small last": make_length_form(b"Content-Length: LENGTH", b"Content-Length: 0"),
+    "CL in a list": make_length_form(b"Content-Length: 0, LENGTH"),
+    "CL in a list, reversed": make_length_form(b"Content-Length: LENGTH, 0"),
     # Invalid lengths.
-    "CL with a plus": unusual_length_form(b"Content-Length: +0"),
-    "CL below zero": unusual_length_form(b"Content-Length: -1"),
-    "CL minus zero": unusual_length_form(b"Content-Length: -0"),
-    "CL in hex": unusual_length_form(b"Content-Length: 0x0"),
-    "CL with a fraction": unusual_length_form(b"Content-Length: 0.0"),
-    "CL with an exponent": unusual_length_form(b"Content-Length: 0e9"),
-    "CL with a blank within": unusual_length_form(b"Content-Length: 0 5"),
-    "CL with an underscore": unusual_length_form(b"Content-Length: 0_0"),
-    "CL empty": unusual_length_form(b"Content-Length: "),
-    "CL of other digits": unusual_length_form("Content-Length: \u0660".encode()),
-    "CL superscript": unusual_length_form(b"Content-Length: \xb2"),
-    "CL beyond 64 bits": unusual_length_form(b"Content-Length: 18446744073709551616"),
-    "CL of thousands of digits": unusual_length_form(b"Content-Length: " + b"0" * 5000),
-    "CL with a NUL": unusual_length_form(b"Content-Length: 0\x00"),
-    "CL with a vertical tab": unusual_length_form(b"Content-Length: \x0b0"),
+    "CL with a plus": make_length_form(b"Content-Length: +0"),
+    "CL below zero": make_length_form(b"Content-Length: -1"),
+    "CL minus zero": make_length_form(b"Content-Length: -0"),
+    "CL in hex": make_length_form(b"Content-Length: 0x0"),
+    "CL with a fraction": make_length_form(b"Content-Length: 0.0"),
+    "CL with an exponent": make_length_form(b"Content-Length: 0e9"),
+    "CL with a space inside": make_length_form(b"Content-Length: 0 5"),
+    "CL with an underscore": make_length_form(b"Content-Length: 0_0"),
+    "CL empty": make_length_form(b"Content-Length: "),
+    "CL in other digits": make_length_form("Content-Length: \u0660".encode()),
+    "CL superscript": make_length_form(b"Content-Length: \xb2"),
+    "CL beyond 64 bits": make_length_form(b"Content-Length: 18446744073709551616"),
+    "CL of thousands of digits": make_length_form(b"Content-Length: " + b"0" * 5000),
+    "CL with a NUL": make_length_form(b"Content-Length: 0\x00"),
+    "CL with a vertical tab": make_length_form(b"Content-Length: \x0b0"),
     # Invalid names.
-    "CL, a blank before the colon": transfer_encoding_form(b"Transfer-Encoding : chunked"),
-    "TE, a tab before the colon": transfer_encoding_form(b"Transfer-Encoding\t: chunked"),
-    "TE after a NUL": transfer_encoding_form(b"Transfer\x00-Encoding: chunked"),
-    "TE after a blank": transfer_encoding_form(b" Transfer-Encoding: chunked"),
-    "TE with a form feed": transfer_encoding_form(b"\x0cTransfer-Encoding: chunked"),
-    "TE folded": transfer_encoding_form(b"X: 1\r\n Transfer-Encoding: chunked"),
-    "TE, its value folded": transfer_encoding_form(b"Transfer-Encoding:\r\n chunked"),
-    "a header without a colon": transfer_encoding_form(b"Transfer-Encoding chunked"),
-    "an empty name": transfer_encoding_form(b": chunked"),
+    "TE, a space before the colon": make_chunked_form(b"Transfer-Encoding : chunked"),
+    "TE, a tab before the colon": make_chunked_form(b"Transfer-Encoding\t: chunked"),
+    "TE after a NUL": make_chunked_form(b"Transfer\x00-Encoding: chunked"),
+    "TE after a space": make_chunked_form(b" Transfer-Encoding: chunked"),
+    "TE with a form feed": make_chunked_form(b"\x0cTransfer-Encoding: chunked"),
+    "TE folded": make_chunked_form(b"X: 1\r\n Transfer-Encoding: chunked"),
+    "TE, its value folded": make_chunked_form(b"Transfer-Encoding:\r\n chunked"),
+    "a header without a colon": make_chunked_form(b"Transfer-Encoding chunked"),
+    "an empty name": make_chunked_form(b": chunked"),
     # Invalid encodings, or several.
-    "TE twice": transfer_encoding_form(CHUNKED, b"Transfer-Encoding: identity"),
-    "TE twice, chunked last": transfer_encoding_form(b"Transfer-Encoding: identity", CHUNKED),
-    "TE identity": transfer_encoding_form(b"Transfer-Encoding: identity"),
-    "TE in a list": transfer_encoding_form(b"Transfer-Encoding: identity, chunked"),
-    "TE gzip and chunked": transfer_encoding_form(b"Transfer-Encoding: gzip, chunked"),
-    "TE chunked twice": transfer_encoding_form(b"Transfer-Encoding: chunked, chunked"),
-    "TE with a comma": transfer_encoding_form(b"Transfer-Encoding: chunked,"),
-    "TE in capitals": transfer_encoding_form(b"Transfer-Encoding: CHUNKED"),
-    "TE quoted": transfer_encoding_form(b'Transfer-Encoding: "chunked"'),
-    "TE with a parameter": transfer_encoding_form(b"Transfer-Encoding: chunked;q=1"),
-    "TE misspelled": transfer_encoding_form(b"Transfer-Encoding: xchunked"),
-    "TE after a vertical tab": transfer_encoding_form(b"Transfer-Encoding: \x0bchunked"),
-    "TE with a NUL": transfer_encoding_form(b"Transfer-Encoding: chunked\x00"),
-    "TE alone, misspelled": unusual_length_form(b"Transfer-Encoding: xchunked"),
-    "TE alone, identity": unusual_length_form(b"Transfer-Encoding: identity"),
+    "TE twice": make_chunked_form(CHUNKED, b"Transfer-Encoding: identity"),
+    "TE twice, chunked last": make_chunked_form(b"Transfer-Encoding: identity", CHUNKED),
+    "TE identity": make_chunked_form(b"Transfer-Encoding: identity"),
+    "TE in a list": make_chunked_form(b"Transfer-Encoding: identity, chunked"),
+    "TE gzip and chunked": make_chunked_form(b"Transfer-Encoding: gzip, chunked"),
+    "TE chunked twice": make_chunked_form(b"Transfer-Encoding: chunked, chunked"),
+    "TE with a comma": make_chunked_form(b"Transfer-Encoding: chunked,"),
+    "TE in capitals": make_chunked_form(b"Transfer-Encoding: CHUNKED"),
+    "TE quoted": make_chunked_form(b'Transfer-Encoding: "chunked"'),
+    "TE with a parameter": make_chunked_form(b"Transfer-Encoding: chunked;q=1"),
+    "TE misspelled": make_chunked_form(b"Transfer-Encoding: xchunked"),
+    "TE after a vertical tab": make_chunked_form(b"Transfer-Encoding: \x0bchunked"),
+    "TE with a NUL": make_chunked_form(b"Transfer-Encoding: chunked\x00"),
+    "TE alone, misspelled": make_length_form(b"Transfer-Encoding: xchunked"),
+    "TE alone, identity": make_length_form(b"Transfer-Encoding: identity"),
     "TE alone, twice": Form((CHUNKED, CHUNKED), b"0\r\n\r\nHIDDEN"),
     "TE of HTTP/1.0": Form((CHUNKED,), b"1\r\nx\r\n0\r\n\r\nHIDDEN", first=b"POST / HTTP/1.0"),
     # Invalid chunks.
-    "chunk of negative size": content_length_form(CHUNKED, body=b"-1\r\nHIDDEN\r\n0\r\n\r\n"),
-    "chunk with 0x": content_length_form(CHUNKED, body=b"0x0\r\n\r\nHIDDEN"),
-    "chunk with a plus": content_length_form(CHUNKED, body=b"+0\r\n\r\nHIDDEN"),
-    "chunk with a blank before": content_length_form(CHUNKED, body=b" 0\r\n\r\nHIDDEN"),
-    "chunk with an underscore": content_length_form(CHUNKED, body=b"0_0\r\n\r\nHIDDEN"),
-    "chunk beyond 64 bits": content_length_form(CHUNKED, body=b"1" + b"0" * 16 + b"\r\nHIDDEN\r\n0\r\n\r\n"),
-    "chunk of 20 digits": content_length_form(CHUNKED, body=b"0" * 21 + b"\r\n\r\nHIDDEN"),
-    "chunk ended by LF": content_length_form(CHUNKED, body=b"0\n\nHIDDEN"),
-    "chunk ended by CR": content_length_form(CHUNKED, body=b"0\r\rHIDDEN"),
-    "chunk longer than it says": content_length_form(CHUNKED, body=b"1\r\nxHIDDEN\r\n0\r\n\r\n"),
-    "chunk without an end": content_length_form(CHUNKED, body=b"1\r\nx0\r\n\r\nHIDDEN"),
-    "an extension with LF": content_length_form(CHUNKED, body=b"1;a\n0\r\n\r\nHIDDEN"),
-    "an extension with CR": content_length_form(CHUNKED, body=b"1;a\rb\r\nx\r\n0\r\n\rHIDDEN"),
-    "an extension with a request": content_length_form(CHUNKED, body=b"1;ONELINE\r\nx\r\n0\r\n\r\n"),
-    "an extension that is huge": content_length_form(
-        CHUNKED, body=b"1;" + b"a" * 200_000 + b"\r\nx\r\n0\r\n\r\nHIDDEN"
-    ),
-    "trailers that are a request": content_length_form(CHUNKED, body=b"0\r\nHIDDEN"),
-    "a trailer of length": content_length_form(CHUNKED, body=b"1\r\nx\r\n0\r\nContent-Length: 0\r\nX: HIDDEN"),
+    "chunk of negative size": make_body_form(CHUNKED, body=b"-1\r\nHIDDEN\r\n0\r\n\r\n"),
+    "chunk with 0x": make_body_form(CHUNKED, body=b"0x0\r\n\r\nHIDDEN"),
+    "chunk with a plus": make_body_form(CHUNKED, body=b"+0\r\n\r\nHIDDEN"),
+    "chunk size after a space": make_body_form(CHUNKED, body=b" 0\r\n\r\nHIDDEN"),
+    "chunk with an underscore": make_body_form(CHUNKED, body=b"0_0\r\n\r\nHIDDEN"),
+    "chunk beyond 64 bits": make_body_form(CHUNKED, body=b"1" + b"0" * 16 + b"\r\nHIDDEN\r\n0\r\n\r\n"),
+    "chunk of 20 digits": make_body_form(CHUNKED, body=b"0" * 21 + b"\r\n\r\nHIDDEN"),
+    "chunk ended by LF": make_body_form(CHUNKED, body=b"0\n\nHIDDEN"),
+    "chunk ended by CR": make_body_form(CHUNKED, body=b"0\r\rHIDDEN"),
+    "chunk longer than its size": make_body_form(CHUNKED, body=b"1\r\nxHIDDEN\r\n0\r\n\r\n"),
+    "chunk without an end": make_body_form(CHUNKED, body=b"1\r\nx0\r\n\r\nHIDDEN"),
+    "an extension with LF": make_body_form(CHUNKED, body=b"1;a\n0\r\n\r\nHIDDEN"),
+    "an extension with CR": make_body_form(CHUNKED, body=b"1;a\rb\r\nx\r\n0\r\n\rHIDDEN"),
+    "an extension with a request": make_body_form(CHUNKED, body=b"1;ONELINE\r\nx\r\n0\r\n\r\n"),
+    "a huge extension": make_body_form(CHUNKED, body=b"1;" + b"a" * 200_000 + b"\r\nx\r\n0\r\n\r\nHIDDEN"),
+    "a request as trailers": make_body_form(CHUNKED, body=b"0\r\nHIDDEN"),
+    "a length as a trailer": make_body_form(CHUNKED, body=b"1\r\nx\r\n0\r\nContent-Length: 0\r\nX: HIDDEN"),
     # Line ends.
     "LF alone": Form((), raw=b"POST / HTTP/1.1\nFIELDSLF\nContent-Length: LENGTH\n\nHIDDEN"),
     "CR alone in a header": Form((b"X: 1\rContent-Length: 0\r\rHIDDENLF",), b""),
@@ -133,63 +134,63 @@ FORMS: dict[str, Form] = {
     # Request lines.
     "a request in the first line": Form((b"Content-Length: 0",), b"", first=b"GET /?ONELINE HTTP/1.1"),
     "two first lines": Form((b"Content-Length: 0",), b"", first=b"GET / HTTP/1.1\r\nGET /hidden HTTP/1.1"),
-    "blanks in the target": Form((b"Content-Length: 0",), b"", first=b"GET / HTTP/1.1 /hidden HTTP/1.1"),
+    "spaces in the target": Form((b"Content-Length: 0",), b"", first=b"GET / HTTP/1.1 /hidden HTTP/1.1"),
     "LF in the target": Form((b"Content-Length: 0",), b"", first=b"GET /\nGET /hidden HTTP/1.1"),
     "CR in the target": Form((b"Content-Length: 0",), b"", first=b"GET /\rGET\r/hidden HTTP/1.1"),
     "NUL in the target": Form((b"Content-Length: 0",), b"", first=b"GET /\x00/hidden HTTP/1.1"),
-    "a target that is encoded lines": Form(
+    "encoded lines in the target": Form(
         (b"Content-Length: 0",), b"", first=b"GET /%20HTTP/1.1%0d%0aHost:%20x%0d%0a%0d%0aGET%20/hid%64en HTTP/1.1"
     ),
-    "a target that is huge": Form((b"Content-Length: 0",), b"HIDDEN", first=b"GET /" + b"a" * 300_000 + b" HTTP/1.1"),
+    "a huge target": Form((b"Content-Length: 0",), b"HIDDEN", first=b"GET /" + b"a" * 300_000 + b" HTTP/1.1"),
     "HTTP/0.9": Form((), raw=b"GET /\r\nHIDDEN"),
-    "HTTP/1.0 that stays": Form((b"Connection: keep-alive", b"Content-Length: LENGTH"), first=b"POST / HTTP/1.0"),
+    "HTTP/1.0 with keep-alive": Form((b"Connection: keep-alive", b"Content-Length: LENGTH"), first=b"POST / HTTP/1.0"),
     "HTTP/2.0": Form((b"Content-Length: LENGTH",), first=b"POST / HTTP/2.0"),
-    "HTTP/1.1 in other letters": Form((b"Content-Length: LENGTH",), first=b"POST / http/1.1"),
+    "HTTP/1.1 in lower case": Form((b"Content-Length: LENGTH",), first=b"POST / http/1.1"),
     "HTTP/2's preface": Form((), raw=b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\nHIDDEN"),
     # Methods without a body, and protocol upgrades.
     "GET with a body": Form((b"Content-Length: LENGTH",), first=b"GET / HTTP/1.1"),
     "HEAD with a body": Form((b"Content-Length: LENGTH",), first=b"HEAD / HTTP/1.1"),
     "CONNECT with a body": Form((b"Content-Length: LENGTH",), first=b"CONNECT / HTTP/1.1"),
     "upgrade with a body": Form((b"Connection: upgrade", b"Upgrade: h2c", b"Content-Length: LENGTH")),
-    "upgrade to nothing": Form((b"Connection: upgrade", b"Upgrade: x", b"Content-Length: LENGTH")),
+    "upgrade to an unknown protocol": Form((b"Connection: upgrade", b"Upgrade: x", b"Content-Length: LENGTH")),
     "a WebSocket with a body": Form(
         (b"Connection: upgrade", b"Upgrade: websocket", b"Sec-WebSocket-Version: 12", b"Content-Length: LENGTH"),
         first=b"GET / HTTP/1.1",
     ),
-    "lengths of this connection only": Form(
+    "lengths as connection headers": Form(
         (b"Connection: Content-Length, Host, Transfer-Encoding", b"Content-Length: LENGTH")
     ),
-    "a body that is waited for": Form((b"Expect: 100-continue", b"Content-Length: LENGTH")),
-    "a body that is not expected": Form((b"Expect: 200-ok", b"Content-Length: LENGTH")),
+    "a body after 100-continue": Form((b"Expect: 100-continue", b"Content-Length: LENGTH")),
+    "a body with an unknown expectation": Form((b"Expect: 200-ok", b"Content-Length: LENGTH")),
 }
 
 
-def build_request(form: Form, mine: str, hidden: bytes, key: str) -> bytes:
-    who = [f"Host: {mine}".encode(), f"X-API-Key: {key}".encode()]
+def build_request(form: Form, host_name: str, hidden: bytes, key: str) -> bytes:
+    identification = [f"Host: {host_name}".encode(), f"X-API-Key: {key}".encode()]
     one_line = hidden.partition(b"\r\n")[0]
     body = form.body.replace(b"HIDDEN", hidden)
-    # A chunk with its correct length, if it contains HIDDEN.
+    # If the first chunk contains HIDDEN, set its correct length.
     body = re.sub(rb"^5c\r\n", b"%x\r\n" % len(hidden), body)
-    whole = form.raw or b"\r\n".join([form.first, *who, *form.fields, b"", b""]) + body
-    whole = whole.replace(b"FIELDSLF", b"\n".join(who)).replace(b"FIELDS", b"\r\n".join(who))
-    whole = whole.replace(b"HIDDENLF", hidden.replace(b"\r\n", b"\n")).replace(b"HIDDEN", hidden)
+    request = form.raw or b"\r\n".join([form.first, *identification, *form.fields, b"", b""]) + body
+    request = request.replace(b"FIELDSLF", b"\n".join(identification)).replace(b"FIELDS", b"\r\n".join(identification))
+    request = request.replace(b"HIDDENLF", hidden.replace(b"\r\n", b"\n")).replace(b"HIDDEN", hidden)
     length = len(hidden) if form.raw else len(body)
-    return whole.replace(b"ONELINE", one_line).replace(b"LENGTH", str(length).encode())
+    return request.replace(b"ONELINE", one_line).replace(b"LENGTH", str(length).encode())
 
 
 def accepted_statuses(memory_gateway: MemoryGateway, data: bytes) -> list[int]:
-    """The statuses of the answers to ``data`` except for 400: the requests that the gateway recognized."""
-    got = b""
+    """Send ``data``. Returns the statuses of the responses, except for 100 and 400."""
+    received = b""
     with raw_connection(memory_gateway) as connection:
         try:
             connection.sendall(data)
             connection.settimeout(FIRST_SECONDS)
             while piece := connection.recv(65536):
-                got += piece
+                received += piece
                 connection.settimeout(QUIET_SECONDS)
         except (TimeoutError, ConnectionError):
             pass
-    return [int(status) for status in re.findall(rb"HTTP/1\.1 (\d{3}) ", got) if status not in (b"100", b"400")]
+    return [int(status) for status in re.findall(rb"HTTP/1\.1 (\d{3}) ", received) if status not in (b"100", b"400")]
 
 
 @pytest.fixture
@@ -198,7 +199,7 @@ def other(api: httpx.Client) -> dict[str, Any]:
 
 
 def check_requests(service: RawService) -> None:
-    """Check that each request is unambiguous, and that none of them is the hidden one."""
+    """Check that all requests to ``service`` are unambiguous, and that none is the hidden request."""
     for head in service.heads:
         assert CANONICAL.fullmatch(head), head
         assert b"/hidden" not in head.partition(b"\r\n")[0], head
@@ -206,37 +207,37 @@ def check_requests(service: RawService) -> None:
         lengths = [name for name in names if name in (b"content-length", b"transfer-encoding")]
         assert len(lengths) <= 1 and names.count(b"host") == 1, head
         length = re.search(rb"\r\ncontent-length: *(\d+)", head, re.IGNORECASE)
-        assert not length or int(length[1]) < 1 << 63, "many services count in 64 bits"
+        assert not length or int(length[1]) < 1 << 63, "many services use 64 bits for the length"
 
 
 @pytest.mark.parametrize("form", FORMS)
 def test_no_hidden_request_reaches_a_service(
     memory_gateway: MemoryGateway, api: httpx.Client, sandbox: dict[str, Any], other: dict[str, Any], form: str
 ) -> None:
-    with raw_service(memory_gateway, sandbox) as service, raw_service(memory_gateway, other) as others:
+    with raw_service(memory_gateway, sandbox) as service, raw_service(memory_gateway, other) as other_service:
         for number, victim in enumerate((sandbox, other), 1):
             hidden = f"GET /hidden HTTP/1.1\r\nHost: {host(victim, PORT)}\r\nX-API-Key: {EXEC_KEY}\r\n\r\n".encode()
             statuses = accepted_statuses(
                 memory_gateway, build_request(FORMS[form], host(sandbox, PORT), hidden, EXEC_KEY)
             )
-            assert len(statuses) <= 1, "the gateway takes it for one request, or for none"
-            # Nor is anything left over that precedes the next client's request.
+            assert len(statuses) <= 1, "the gateway recognized more than one request"
+            # No remaining bytes precede the request of the next client.
             assert api.get("/next", headers={"Host": host(sandbox, PORT)}).text == "ok"
             targets = [service.request_target(each) for each in range(len(service.heads))]
             assert targets.count("/next") == number and len(targets) <= 2 * number, targets
             check_requests(service)
-            assert others.heads == []
+            assert other_service.heads == []
 
 
 @pytest.mark.parametrize("form", FORMS)
 def test_no_hidden_request_reaches_the_gateway(
     memory_gateway: MemoryGateway, api: httpx.Client, sandbox: dict[str, Any], form: str
 ) -> None:
-    """The hidden request removes the sandbox, with a key that has the right to do so."""
+    """The hidden request would remove the sandbox, with a key that has this right."""
     hidden = f"DELETE /sandboxes/one HTTP/1.1\r\nHost: gateway\r\nX-API-Key: {ADMIN_KEY}\r\n\r\n".encode()
     with raw_service(memory_gateway, sandbox) as service:
-        for outer in ("gateway", host(sandbox, PORT)):
-            assert len(accepted_statuses(memory_gateway, build_request(FORMS[form], outer, hidden, ADMIN_KEY))) <= 1
+        for host_name in ("gateway", host(sandbox, PORT)):
+            assert len(accepted_statuses(memory_gateway, build_request(FORMS[form], host_name, hidden, ADMIN_KEY))) <= 1
             assert api.get("/sandboxes/one").status_code == 200
         check_requests(service)
 
@@ -245,33 +246,35 @@ def test_no_hidden_request_reaches_the_gateway(
 def test_leniently_parsed_requests_are_forwarded_strictly(
     memory_gateway: MemoryGateway, sandbox: dict[str, Any], other: dict[str, Any], end: bytes
 ) -> None:
-    """RFC 9112 lets a server accept LF as a line end and unfold lines. The rest is then a separate request, checked by
-    its own key. Services inside see neither LF nor folded lines."""
+    """RFC 9112 allows servers to accept LF as a line end and to unfold lines.
+
+    The rest is then a separate request that needs its own key. Services receive neither bare LFs nor folded lines.
+    """
     keyed = f"POST / HTTP/1.1\r\nHost: {host(sandbox, PORT)}\r\nX-API-Key: {EXEC_KEY}".encode() + end
     hidden = f"GET /hidden HTTP/1.1\r\nHost: {host(other, PORT)}\r\n\r\n".encode()
-    with raw_service(memory_gateway, sandbox) as service, raw_service(memory_gateway, other) as others:
+    with raw_service(memory_gateway, sandbox) as service, raw_service(memory_gateway, other) as other_service:
         assert accepted_statuses(memory_gateway, keyed + hidden) == [200, 401]
         check_requests(service)
-        assert len(service.heads) == 1 and others.heads == []
+        assert len(service.heads) == 1 and other_service.heads == []
 
 
 def test_pipelined_requests_stay_separate(
     memory_gateway: MemoryGateway, sandbox: dict[str, Any], other: dict[str, Any]
 ) -> None:
-    """Pipelining is allowed. Each request is checked separately, answered in turn, and has its own body."""
-    mine = f"Host: {host(sandbox, PORT)}\r\nX-API-Key: {EXEC_KEY}\r\n"
-    theirs = f"Host: {host(other, PORT)}\r\n"
+    """Pipelining is allowed. Each request needs its own key, and has its own body and response."""
+    own_headers = f"Host: {host(sandbox, PORT)}\r\nX-API-Key: {EXEC_KEY}\r\n"
+    other_headers = f"Host: {host(other, PORT)}\r\n"
     requests = [
-        f"POST /1 HTTP/1.1\r\n{mine}Content-Length: 5\r\n\r\nfirst",
-        f"GET /2 HTTP/1.1\r\n{theirs}\r\n",
-        f"POST /3 HTTP/1.1\r\n{mine}Transfer-Encoding: chunked\r\n\r\n5\r\nthird\r\n0\r\n\r\n",
-        f"GET /4 HTTP/1.1\r\n{mine}\r\n",
+        f"POST /1 HTTP/1.1\r\n{own_headers}Content-Length: 5\r\n\r\nfirst",
+        f"GET /2 HTTP/1.1\r\n{other_headers}\r\n",
+        f"POST /3 HTTP/1.1\r\n{own_headers}Transfer-Encoding: chunked\r\n\r\n5\r\nthird\r\n0\r\n\r\n",
+        f"GET /4 HTTP/1.1\r\n{own_headers}\r\n",
     ]
-    with raw_service(memory_gateway, sandbox) as service, raw_service(memory_gateway, other) as others:
+    with raw_service(memory_gateway, sandbox) as service, raw_service(memory_gateway, other) as other_service:
         assert accepted_statuses(memory_gateway, "".join(requests).encode()) == [200, 401, 200, 200]
         assert [head.split(b" ")[1] for head in service.heads] == [b"/1", b"/3", b"/4"]
         assert service.bodies == [b"first", b"third", b""]
-        assert others.heads == []
+        assert other_service.heads == []
 
 
 def test_each_request_needs_its_own_key(memory_gateway: MemoryGateway, sandbox: dict[str, Any]) -> None:

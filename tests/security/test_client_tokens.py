@@ -1,4 +1,4 @@
-"""A client with all tokens of one sandbox, at another one: its agent, its code interpreter, its own ports."""
+"""A client uses the tokens of one sandbox at another sandbox: at its agent, code interpreter and other ports."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ PLACES: dict[str, Callable[[str], dict[str, str]]] = {
         "Authorization": f"Bearer {token}",
     },
 }
-"""Places for a token in a request."""
+"""The places for a token in a request."""
 
 
 def token_headers(sandbox: dict[str, Any]) -> list[str]:
@@ -54,7 +54,7 @@ def token_headers(sandbox: dict[str, Any]) -> list[str]:
 
 @contextlib.contextmanager
 def guarded_ports(memory_gateway: MemoryGateway, sandbox: dict[str, Any]) -> Iterator[None]:
-    """Run a service on each port of ``sandbox``, and check at the end that nobody has reached one."""
+    """Run a service on each port of ``sandbox``, and check at the end that none received a request."""
     with contextlib.ExitStack() as stack:
         services: list[RawService] = [
             stack.enter_context(raw_service(memory_gateway, sandbox, port=port)) for port in PORTS
@@ -65,26 +65,26 @@ def guarded_ports(memory_gateway: MemoryGateway, sandbox: dict[str, Any]) -> Ite
 
 @pytest.fixture
 def other(api: httpx.Client, sandbox: dict[str, Any]) -> dict[str, Any]:
-    """A sibling of `one`: the two are as similar as sandboxes can be."""
-    made: dict[str, Any] = api.post("/sandboxes/one/clone", json={"names": ["other"]}).json()["sandboxes"][0]
-    return made
+    """A clone of ``sandbox``, which differs from it as little as possible."""
+    clone: dict[str, Any] = api.post("/sandboxes/one/clone", json={"names": ["other"]}).json()["sandboxes"][0]
+    return clone
 
 
 @pytest.mark.parametrize("place", PLACES)
-@pytest.mark.parametrize("addressed", [port_headers, port_headers_with_host], ids=["by header", "by host"])
+@pytest.mark.parametrize("make_headers", [port_headers, port_headers_with_host], ids=["by header", "by host"])
 def test_tokens_open_no_port_of_another_sandbox(
     memory_gateway: MemoryGateway,
     keyless_client: httpx.Client,
     sandbox: dict[str, Any],
     other: dict[str, Any],
     place: str,
-    addressed: Any,
+    make_headers: Any,
 ) -> None:
     with guarded_ports(memory_gateway, other):
         for token in token_headers(sandbox):
             for port in PORTS:
                 for path in ("/", "/files?path=/etc/shadow", "/identity", "/mounts", "/execute"):
-                    headers = addressed(other, port, **PLACES[place](token))
+                    headers = make_headers(other, port, **PLACES[place](token))
                     for method in ("GET", "POST"):
                         assert keyless_client.request(method, path, headers=headers).status_code == 401, (
                             port,
@@ -92,7 +92,7 @@ def test_tokens_open_no_port_of_another_sandbox(
                             path,
                         )
                 query = urlencode({"token": token, "access_token": token, "x-access-token": token})
-                assert keyless_client.get(f"/?{query}", headers=addressed(other, port)).status_code == 401
+                assert keyless_client.get(f"/?{query}", headers=make_headers(other, port)).status_code == 401
 
 
 @pytest.mark.parametrize("port", PORTS)
@@ -132,29 +132,30 @@ def test_signed_urls_do_not_work_for_another_sandbox(
 def test_conflicting_sandbox_names_reach_only_the_authorized_one(
     memory_gateway: MemoryGateway, keyless_client: httpx.Client, sandbox: dict[str, Any], other: dict[str, Any]
 ) -> None:
-    mine = {"X-Access-Token": sandbox["envdAccessToken"]}
+    token_header = {"X-Access-Token": sandbox["envdAccessToken"]}
     with guarded_ports(memory_gateway, other), raw_service(memory_gateway, sandbox) as service:
-        both = port_headers(other, PORT) | port_headers_with_host(sandbox, PORT) | mine
-        assert keyless_client.get("/", headers=both).status_code == 200 and len(service.heads) == 1
+        headers = port_headers(other, PORT) | port_headers_with_host(sandbox, PORT) | token_header
+        assert keyless_client.get("/", headers=headers).status_code == 200 and len(service.heads) == 1
         assert (
             keyless_client.get(
-                "/", headers=port_headers(sandbox, PORT) | port_headers_with_host(other, PORT) | mine
+                "/", headers=port_headers(sandbox, PORT) | port_headers_with_host(other, PORT) | token_header
             ).status_code
             == 401
         )
-        twice = [*port_headers(sandbox, PORT).items(), *port_headers(other, PORT).items(), *mine.items()]
-        keyless_client.get("/", headers=twice)
-        keyless_client.get("/", headers=twice[::-1])
+        both_sandboxes = (*port_headers(sandbox, PORT).items(), *port_headers(other, PORT).items())
+        repeated_headers = [*both_sandboxes, *token_header.items()]
+        keyless_client.get("/", headers=repeated_headers)
+        keyless_client.get("/", headers=repeated_headers[::-1])
 
 
 def test_a_reused_name_does_not_revive_its_tokens(
     memory_gateway: MemoryGateway, api: httpx.Client, keyless_client: httpx.Client, sandbox: dict[str, Any]
 ) -> None:
     api.delete("/sandboxes/one")
-    again = create_sandbox(api, name="one")
-    # Its name is the id of the one that is gone.
+    successor = create_sandbox(api, name="one")
+    # Its name is the id of the removed sandbox.
     namesake = create_sandbox(api, name=sandbox["sandboxID"])
-    for heir in (again, namesake):
+    for heir in (successor, namesake):
         with guarded_ports(memory_gateway, heir):
             for token in token_headers(sandbox):
                 for ref in (heir["sandboxID"], heir["name"], sandbox["sandboxID"], "one"):
@@ -196,12 +197,12 @@ def test_a_read_key_reaches_no_port(
 def test_the_same_requests_succeed_with_a_key(
     memory_gateway: MemoryGateway, keyless_client: httpx.Client, sandbox: dict[str, Any]
 ) -> None:
-    """The attacks above fail because of their token, not because of their form."""
+    """Check that the attacks above fail because of their token, not because of their form."""
     for port in PORTS:
         with raw_service(memory_gateway, sandbox, port=port) as service:
-            for addressed in (port_headers, port_headers_with_host):
+            for make_headers in (port_headers, port_headers_with_host):
                 assert (
-                    keyless_client.get("/", headers=addressed(sandbox, port, **{"X-API-Key": EXEC_KEY})).status_code
+                    keyless_client.get("/", headers=make_headers(sandbox, port, **{"X-API-Key": EXEC_KEY})).status_code
                     == 200
                 )
             assert len(service.heads) == 2

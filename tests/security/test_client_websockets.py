@@ -1,4 +1,4 @@
-"""A client with a key, and the root of a guest, make the gateway buffer WebSocket messages that never end."""
+"""A client with a key, or root in a guest, sends WebSocket messages that never end."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ from tests.support.daemon import Daemon
 from tests.support.waiting import eventually
 
 CLIENTS = 20
-EACH = 8 << 20
-"""Bytes of one message that each connection sends: 160 MiB in total."""
-MOST_GROWTH = 40 << 20
+MESSAGE_BYTES = 8 << 20
+"""Size of the message that each connection sends; 160 MiB in total."""
+MAX_GROWTH = 40 << 20
 """Bytes. Buffering until messages are complete would take more than 160 MiB."""
 Tunnels = tuple[Daemon, list[ClientConnection]]
 
@@ -37,10 +37,13 @@ def _daemon(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Daemon, 
 
 
 @contextlib.contextmanager
-def open_tunnels(at: tuple[Daemon, dict[str, Any]], talk: Handler, **settings: Any) -> Iterator[Tunnels]:
-    """Connections to a service inside, which handles each with ``talk``."""
-    daemon, sandbox = at
-    with Service(sandbox["address"], PORT, RecordingService(talk, **settings).listen), contextlib.ExitStack() as stack:
+def open_tunnels(
+    daemon_and_sandbox: tuple[Daemon, dict[str, Any]], handler: Handler, **settings: Any
+) -> Iterator[Tunnels]:
+    """Open connections to a service in a sandbox, which runs ``handler`` for each."""
+    daemon, sandbox = daemon_and_sandbox
+    service = RecordingService(handler, **settings)
+    with Service(sandbox["address"], PORT, service.listen), contextlib.ExitStack() as stack:
         clients = []
         for _ in range(CLIENTS):
             connection = socket.create_connection(("127.0.0.1", daemon.port), timeout=30)
@@ -73,31 +76,35 @@ async def never_read(connection: ServerConnection) -> None:
 
 
 def make_fragments(size: int) -> bytes:
-    """The beginning of a message: EACH bytes in fragments of ``size``, as a client sends them."""
+    """Return the beginning of a client's message: MESSAGE_BYTES in fragments of ``size`` bytes."""
     length = bytes([0x80 | size]) if size < 126 else b"\xfe" + size.to_bytes(2, "big")
-    return b"\x02\x81\0\0\0\0x" + (b"\x00" + length + b"\0" * 4 + b"x" * size) * (EACH // (size + 8))
+    return b"\x02\x81\0\0\0\0x" + (b"\x00" + length + b"\0" * 4 + b"x" * size) * (MESSAGE_BYTES // (size + 8))
 
 
 FLOODS = {
     "small fragments": make_fragments(100),
     "large fragments": make_fragments(32_000),
-    "one frame whose end is missing": b"\x82\xff" + (16 << 20).to_bytes(8, "big") + b"\0" * 4 + b"x" * EACH,
+    "one frame whose end is missing": b"\x82\xff" + (16 << 20).to_bytes(8, "big") + b"\0" * 4 + b"x" * MESSAGE_BYTES,
     "empty messages": (b"\x82\x80" + b"\0" * 4) * 100_000,
-    "pings": (b"\x89\xfd\0\0\0\0" + b"x" * 125) * (EACH // 131),
+    "pings": (b"\x89\xfd\0\0\0\0" + b"x" * 125) * (MESSAGE_BYTES // 131),
 }
 
 
 @pytest.mark.parametrize("service", [read_all, never_read])
 @pytest.mark.parametrize("flood", FLOODS)
-def test_a_client_floods_the_gateway(_daemon: tuple[Daemon, dict[str, Any]], flood: str, service: Handler) -> None:
+def test_memory_for_floods_of_a_client_is_limited(
+    _daemon: tuple[Daemon, dict[str, Any]], flood: str, service: Handler
+) -> None:
     with open_tunnels(_daemon, service) as (daemon, clients):
         before = daemon.memory_use()
-        watched = send_to_all(daemon, clients, FLOODS[flood])
-        assert watched - before < MOST_GROWTH
+        peak = send_to_all(daemon, clients, FLOODS[flood])
+        assert peak - before < MAX_GROWTH
 
 
-@pytest.mark.parametrize(("size", "final"), [(0, True), (100, False), (60_000, False), (EACH, False)])
-def test_a_guest_floods_the_gateway(_daemon: tuple[Daemon, dict[str, Any]], size: int, final: bool) -> None:
+@pytest.mark.parametrize(("size", "final"), [(0, True), (100, False), (60_000, False), (MESSAGE_BYTES, False)])
+def test_memory_for_floods_of_a_guest_is_limited(
+    _daemon: tuple[Daemon, dict[str, Any]], size: int, final: bool
+) -> None:
     """The clients read nothing. The guest sends whole messages, fragments, or one long frame."""
     if size < 126:
         length = bytes([size])
@@ -109,37 +116,37 @@ def test_a_guest_floods_the_gateway(_daemon: tuple[Daemon, dict[str, Any]], size
     async def flood(connection: ServerConnection) -> None:
         nonlocal floods
         connection.transport.write(b"" if final else b"\x02\x01x")
-        connection.transport.write(frame * max(1, min(EACH // len(frame), 100_000)))
+        connection.transport.write(frame * max(1, min(MESSAGE_BYTES // len(frame), 100_000)))
         floods += 1
         await asyncio.Event().wait()
 
     with open_tunnels(_daemon, flood) as (daemon, _):
         before = daemon.memory_use()
         eventually(lambda: floods == CLIENTS, seconds=60)
-        # The gateway reads without a visible end.
+        # The gateway reports no end of reading, so measure for a while.
         peak = max(current_memory(daemon) for _ in range(20))
-        assert peak - before < MOST_GROWTH
+        assert peak - before < MAX_GROWTH
 
 
 @pytest.mark.parametrize("controls", [b"\x89\x00", b"\x8a\x00"])
 def test_thousands_of_control_frames_do_not_delay_others(controls: bytes) -> None:
-    """All arrive in one read. On 60 connections at once, they used to delay everybody else for seconds."""
+    """All frames arrive in one read. On 60 connections, such frames used to delay other clients for seconds."""
     protocol = ClientFragments(WebSocketURI(False, "inside", 80, "/", ""), max_size=1 << 20)
     protocol.parser = Fragments.parse(protocol)
     protocol.receive_data(controls * 8000 + b"\x82\x01x")
-    seen = 0
-    while protocol.crowded:
-        handled = protocol.events_received()
-        assert protocol.has_more and len(handled) <= MAX_CONTROLS
-        seen += len(handled)
+    seen_count = 0
+    while protocol.control_limit_reached:
+        batch = protocol.events_received()
+        assert protocol.has_more and len(batch) <= MAX_CONTROLS
+        seen_count += len(batch)
         protocol.receive_data(b"")
-    *more, message = protocol.events_received()
-    assert seen + len(more) == 8000 and isinstance(message, Frame) and message.data == b"x"
+    *remaining, message = protocol.events_received()
+    assert seen_count + len(remaining) == 8000 and isinstance(message, Frame) and message.data == b"x"
 
 
-def test_messages_arrive_behind_thousands_of_control_frames(_daemon: tuple[Daemon, dict[str, Any]]) -> None:
-    """The sender may also add control frames after the message. Both directions are tested."""
-    pings, after = b"\x89\x80abcd" * 5000, b"\x8a\x80abcd" * 5000
+def test_messages_arrive_among_thousands_of_control_frames(_daemon: tuple[Daemon, dict[str, Any]]) -> None:
+    """The control frames precede and follow the message. The test covers both directions."""
+    pings, trailing_pongs = b"\x89\x80abcd" * 5000, b"\x8a\x80abcd" * 5000
 
     async def echo(connection: ServerConnection) -> None:
         async for message in connection:
@@ -149,7 +156,7 @@ def test_messages_arrive_behind_thousands_of_control_frames(_daemon: tuple[Daemo
 
     with open_tunnels(_daemon, echo) as (daemon, clients):
         for client in clients:
-            client.socket.sendall(pings + b"\x82\x81\0\0\0\0x" + after)
+            client.socket.sendall(pings + b"\x82\x81\0\0\0\0x" + trailing_pongs)
         for client in clients:
             assert client.recv(timeout=60) == b"x"
             client.send(b"y")
@@ -158,7 +165,7 @@ def test_messages_arrive_behind_thousands_of_control_frames(_daemon: tuple[Daemo
 
 
 def send_to_all(daemon: Daemon, clients: list[ClientConnection], data: bytes) -> int:
-    """Send ``data`` on all connections, as much of it as is accepted; returns the peak memory meanwhile."""
+    """Send as much of ``data`` as possible on each connection. Returns the peak memory during this time."""
 
     def send_to_one(client: ClientConnection) -> None:
         client.socket.settimeout(5)
@@ -175,7 +182,7 @@ def send_to_all(daemon: Daemon, clients: list[ClientConnection], data: bytes) ->
 
 
 def current_memory(daemon: Daemon) -> int:
-    """The daemon's current memory; checks that it answers meanwhile."""
+    """Return the current memory of the daemon, and check that it responds."""
     daemon.check_health()
     threading.Event().wait(0.1)
     return daemon.memory_use()

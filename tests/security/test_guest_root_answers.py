@@ -1,4 +1,4 @@
-"""Root in a sandbox has replaced the agent with another program. Its answers must affect nobody else."""
+"""Root in a sandbox replaces the agent with another program, whose responses must not affect other sandboxes."""
 
 from __future__ import annotations
 
@@ -26,18 +26,18 @@ from tests.security.hostile import (
     HEAD,
     LoopMonitor,
     check_others_are_served,
-    chunked,
-    make_answer,
+    make_chunked_response,
+    make_response,
     replaced_agent,
     send_endlessly,
 )
 from tests.support.waiting import eventually
 
 _MB = 1 << 20
-_LONGEST_TURN = 0.2
-"""Seconds of processor time; the largest possible answer usually takes a third of it."""
+_MAX_TURN_SECONDS = 0.2
+"""Processor time. The largest possible response usually takes a third of it."""
 _QUADRATIC = b'"\\' * 100_000
-"""Each quote looks like the beginning of a string, but is not: 200 KB of it once took two minutes."""
+"""Each quote looks like the beginning of a string. Parsing 200 KB of them once took two minutes."""
 
 Entry = Callable[[httpx.Client, str], httpx.Response]
 
@@ -49,10 +49,10 @@ ENTRIES: dict[str, Entry] = {
     "volume": lambda client, id: client.post(f"/sandboxes/{id}/volumes", json={"name": "data", "path": "/srv"}),
     "snapshot": lambda client, id: client.post(f"/sandboxes/{id}/snapshots", json={}),
     "pause": lambda client, id: client.post(f"/sandboxes/{id}/pause", json={"memory": False}),
-    "look": lambda client, id: client.get(f"/sandboxes/{id}"),
+    "read": lambda client, id: client.get(f"/sandboxes/{id}"),
 }
-_GOES_ON = {"snapshot": 201, "look": 200}
-"""Requests that work without the agent."""
+_EXPECTED_STATUS = {"snapshot": 201, "read": 200}
+"""The status of requests that work without the agent; others fail with 500."""
 
 
 @pytest.mark.parametrize("entry", ENTRIES)
@@ -62,53 +62,55 @@ def test_unterminated_strings_do_not_delay_others(
 ) -> None:
     with memory_gateway.client() as client:
         client.post("/volumes", json={"name": "data", "sizeMB": 64})
-        with replaced_agent(memory_gateway, sandbox, make_answer(_QUADRATIC, status)):
-            answer = check_others_are_served(
+        with replaced_agent(memory_gateway, sandbox, make_response(_QUADRATIC, status)):
+            response = check_others_are_served(
                 client, lambda: ENTRIES[entry](memory_gateway.client(), sandbox["sandboxID"])
             )
-        assert answer.status_code == _GOES_ON.get(entry, 500), answer.text
-        assert len(answer.content) < 10_000
+        assert response.status_code == _EXPECTED_STATUS.get(entry, 500), response.text
+        assert len(response.content) < 10_000
 
 
-LIES = {
-    "nothing but quotes": make_answer(b'"' * 200_000),
-    "escapes without an end": make_answer(b'{"a": "' + b"\\" * 200_000),
-    "deep lists": make_answer(b'{"exitCode": ' + b"[" * 200_000),
-    "a little too deep": make_answer(b'{"exitCode": ' + b"[" * 20 + b"]" * 20 + b"}"),
-    "many members": make_answer(b'{"exitCode": [' + b"0," * 100_000 + b"0]}"),
-    "many strings": make_answer(b'{"exitCode": 0, "stdout": [' + b'"",' * 100_000 + b'""]}'),
-    "a number of 4000 digits": make_answer(b'{"exitCode": ' + b"9" * 4000 + b"}"),
-    "a number of 100,000 digits": make_answer(b'{"exitCode": ' + b"9" * 100_000 + b"}"),
-    "a number that is too large": make_answer(b'{"exitCode": 256}'),
-    "a number that is none": make_answer(b'{"exitCode": NaN}'),
-    "infinity": make_answer(b'{"exitCode": 1e999}'),
-    "a yes for a number": make_answer(b'{"exitCode": true}'),
-    "a list for output": make_answer(b'{"exitCode": 0, "stdout": [65]}'),
-    "output that is no base64": make_answer(b'{"exitCode": 0, "stdout": "' + b"!" * 300_000 + b'"}'),
-    "output with an end in the middle": make_answer(b'{"exitCode": 0, "stdout": "YQ==YQ=="}'),
-    "another length": HEAD + b"Content-Length: 3\r\n\r\n{}",
+INVALID_RESPONSES = {
+    "nothing but quotes": make_response(b'"' * 200_000),
+    "escapes without an end": make_response(b'{"a": "' + b"\\" * 200_000),
+    "deep lists": make_response(b'{"exitCode": ' + b"[" * 200_000),
+    "a little too deep": make_response(b'{"exitCode": ' + b"[" * 20 + b"]" * 20 + b"}"),
+    "many members": make_response(b'{"exitCode": [' + b"0," * 100_000 + b"0]}"),
+    "many strings": make_response(b'{"exitCode": 0, "stdout": [' + b'"",' * 100_000 + b'""]}'),
+    "a number of 4000 digits": make_response(b'{"exitCode": ' + b"9" * 4000 + b"}"),
+    "a number of 100,000 digits": make_response(b'{"exitCode": ' + b"9" * 100_000 + b"}"),
+    "a number that is too large": make_response(b'{"exitCode": 256}'),
+    "not a number": make_response(b'{"exitCode": NaN}'),
+    "infinity": make_response(b'{"exitCode": 1e999}'),
+    "a boolean instead of a number": make_response(b'{"exitCode": true}'),
+    "a list instead of output": make_response(b'{"exitCode": 0, "stdout": [65]}'),
+    "output that is not base64": make_response(b'{"exitCode": 0, "stdout": "' + b"!" * 300_000 + b'"}'),
+    "output with padding in the middle": make_response(b'{"exitCode": 0, "stdout": "YQ==YQ=="}'),
+    "a wrong length": HEAD + b"Content-Length: 3\r\n\r\n{}",
     "two lengths": HEAD + b"Content-Length: 2\r\nContent-Length: 3\r\n\r\n{}",
-    "pieces of one byte": chunked(*[b"["] * 20_000),
-    "endless pieces' names": HEAD + b"Transfer-Encoding: chunked\r\n\r\n1;" + b"a" * 200_000,
+    "chunks of one byte": make_chunked_response(*[b"["] * 20_000),
+    "an endless chunk extension": HEAD + b"Transfer-Encoding: chunked\r\n\r\n1;" + b"a" * 200_000,
     "endless headers": HEAD + b"a: b\r\n" * 100_000,
     "one endless header": HEAD + b"a: " + b"b" * 500_000,
-    "to be continued": b"HTTP/1.1 100 Continue\r\n\r\n" * 100_000,
+    "endless interim responses": b"HTTP/1.1 100 Continue\r\n\r\n" * 100_000,
 }
 
 
-@pytest.mark.parametrize("lie", LIES)
-def test_an_invalid_answer_fails_only_its_command(
-    memory_gateway: MemoryGateway, sandbox: dict[str, Any], lie: str
+@pytest.mark.parametrize("case", INVALID_RESPONSES)
+def test_an_invalid_response_fails_only_its_command(
+    memory_gateway: MemoryGateway, sandbox: dict[str, Any], case: str
 ) -> None:
     with (
         memory_gateway.client() as client,
-        replaced_agent(memory_gateway, sandbox, LIES[lie], then=_hang_up),
+        replaced_agent(memory_gateway, sandbox, INVALID_RESPONSES[case], then=_hang_up),
         LoopMonitor(memory_gateway) as turns,
     ):
-        answer = check_others_are_served(client, lambda: ENTRIES["exec"](memory_gateway.client(), sandbox["sandboxID"]))
-        assert (answer.status_code, answer.json()["kind"]) == (500, "backend_failed"), answer.text
-        assert len(answer.content) < 2000
-    assert turns.longest < _LONGEST_TURN
+        response = check_others_are_served(
+            client, lambda: ENTRIES["exec"](memory_gateway.client(), sandbox["sandboxID"])
+        )
+        assert (response.status_code, response.json()["kind"]) == (500, "backend_failed"), response.text
+        assert len(response.content) < 2000
+    assert turns.longest < _MAX_TURN_SECONDS
 
 
 async def _hang_up(_: Any, writer: Any) -> None:
@@ -118,42 +120,42 @@ async def _hang_up(_: Any, writer: Any) -> None:
 @pytest.mark.parametrize("field", ["exitCode", "exit_code"])
 def test_numbers_from_a_guest_are_checked(memory_gateway: MemoryGateway, sandbox: dict[str, Any], field: str) -> None:
     route = "exec" if field == "exitCode" else "v1 eval"
-    words = {"stdout": "", "stderr": "", "result": "", "error": ""}
+    texts = {"stdout": "", "stderr": "", "result": "", "error": ""}
     with memory_gateway.client() as client:
         for number in (256, -256, 10**300, 0.5, True, None, "0", [0], 10**4000):
-            body = json.dumps({**words, field: number} if number != 10**4000 else words).encode()
+            body = json.dumps({**texts, field: number} if number != 10**4000 else texts).encode()
             if number == 10**4000:
                 body = body.replace(b"{", b'{"%s": %s, ' % (field.encode(), b"1" + b"0" * 4000), 1)
-            with replaced_agent(memory_gateway, sandbox, make_answer(body)):
-                answer = ENTRIES[route](client, sandbox["sandboxID"])
-            assert answer.status_code == 500 and len(answer.content) < 1000, (number, answer.text)
+            with replaced_agent(memory_gateway, sandbox, make_response(body)):
+                response = ENTRIES[route](client, sandbox["sandboxID"])
+            assert response.status_code == 500 and len(response.content) < 1000, (number, response.text)
 
 
 @pytest.mark.parametrize(
     "output",
     [b"\0", b"\xff", b"a\xff", "é".encode(), "😀".encode(), b"\n"],
-    ids=["nul", "no text", "half text", "two bytes", "four bytes", "newlines"],
+    ids=["nul", "binary", "half binary", "two bytes", "four bytes", "newlines"],
 )
 def test_the_largest_output_does_not_delay_others(
     memory_gateway: MemoryGateway, sandbox: dict[str, Any], output: bytes
 ) -> None:
-    """16 MiB on each output, which any program in a sandbox may print, without being root."""
+    """Any program in a sandbox can print 16 MiB to stdout and to stderr, without being root."""
     data = output * (16 * _MB // len(output))
     text = base64.b64encode(data).decode()
     body = json.dumps({"exitCode": 0, "stdout": text, "stderr": text, "timedOut": False}).encode()
     with (
         memory_gateway.client() as client,
-        replaced_agent(memory_gateway, sandbox, make_answer(body)),
+        replaced_agent(memory_gateway, sandbox, make_response(body)),
         LoopMonitor(memory_gateway) as turns,
     ):
-        answer = check_others_are_served(
+        response = check_others_are_served(
             client, lambda: _patient_client(memory_gateway).post("/sandboxes/one/exec", json={"args": ["x"]})
         )
-    assert answer.status_code == 200
-    assert turns.longest < _LONGEST_TURN
+    assert response.status_code == 200
+    assert turns.longest < _MAX_TURN_SECONDS
     expected = data.decode(errors="replace")
-    told = answer.json()
-    assert told["stdout"] == expected and told["stderr"] == expected and told["exitCode"] == 0
+    result = response.json()
+    assert result["stdout"] == expected and result["stderr"] == expected and result["exitCode"] == 0
 
 
 ESCAPES = {
@@ -175,17 +177,17 @@ def test_the_largest_text_does_not_delay_others(
     body = b'{"result": "' + ESCAPES[escape] * count + b'", "error": "", "exit_code": 0}'
     with (
         memory_gateway.client() as client,
-        replaced_agent(memory_gateway, sandbox, make_answer(body)),
+        replaced_agent(memory_gateway, sandbox, make_response(body)),
         LoopMonitor(memory_gateway) as turns,
     ):
         route = "/v1/sandboxes/one/eval"
-        answer = check_others_are_served(
+        response = check_others_are_served(
             client, lambda: _patient_client(memory_gateway).post(route, json={"code": "x"})
         )
-    assert answer.status_code == 200
-    assert turns.longest < _LONGEST_TURN
+    assert response.status_code == 200
+    assert turns.longest < _MAX_TURN_SECONDS
     expected = json.loads(b'"' + ESCAPES[escape] + b'"').encode(errors="replace").decode()
-    assert answer.json()["result"] == expected * count
+    assert response.json()["result"] == expected * count
 
 
 def _patient_client(memory_gateway: MemoryGateway) -> httpx.Client:
@@ -195,28 +197,28 @@ def _patient_client(memory_gateway: MemoryGateway) -> httpx.Client:
 
 
 @pytest.mark.parametrize("entry", ENTRIES)
-def test_little_of_an_endless_answer_is_read(
+def test_little_of_an_endless_response_is_read(
     memory_gateway: MemoryGateway, sandbox: dict[str, Any], entry: str
 ) -> None:
-    """Nor is it kept: the gateway's allocations stay within the limit for such an answer."""
-    flood, sent = send_endlessly(b"x" * 65536)
+    """The gateway's memory allocations stay within the limit for such a response."""
+    flood, sent_bytes = send_endlessly(b"x" * 65536)
     with memory_gateway.client() as client:
         client.post("/volumes", json={"name": "data", "sizeMB": 64})
         endless = HEAD + b'Content-Length: 1000000000000\r\n\r\n{"a": "'
         with replaced_agent(memory_gateway, sandbox, endless, then=flood):
             tracemalloc.start()
             try:
-                answer = check_others_are_served(
+                response = check_others_are_served(
                     client, lambda: ENTRIES[entry](memory_gateway.client(), sandbox["sandboxID"])
                 )
                 _, peak = tracemalloc.get_traced_memory()
             finally:
                 tracemalloc.stop()
-    assert answer.status_code == _GOES_ON.get(entry, 500), answer.text
+    assert response.status_code == _EXPECTED_STATUS.get(entry, 500), response.text
     limit = guest_json.MAX_BYTES if entry in ("exec", "v1 exec", "v1 eval") else guest_json.DEFAULT_BYTES
-    assert sent[0] < limit + 32 * _MB
+    assert sent_bytes[0] < limit + 32 * _MB
     assert peak < 2 * limit + 32 * _MB
-    assert not guest_json._held
+    assert not guest_json._held_bytes
 
 
 @pytest.mark.parametrize(
@@ -224,29 +226,30 @@ def test_little_of_an_endless_answer_is_read(
     [b"HTTP/1.1 100 Continue\r\n\r\n" * 2500, b"HTTP/1.1 103 Early Hints\r\na: b\r\n\r\n", b"a: b\r\n" * 10_000],
     ids=["continue", "hints", "headers"],
 )
-def test_memory_use_of_endless_service_answers(
+def test_memory_for_endless_service_responses_is_limited(
     memory_gateway: MemoryGateway, sandbox: dict[str, Any], piece: bytes
 ) -> None:
-    """Through the data plane, on many connections at once."""
+    """The responses pass through the data plane, on many connections at once."""
     begin = b"HTTP/1.1 200 OK\r\n" if piece.startswith(b"a") else b""
-    flood, sent = send_endlessly(piece)
+    flood, sent_bytes = send_endlessly(piece)
 
-    def attack(answers: list[int]) -> None:
+    def attack(statuses: list[int]) -> None:
         with memory_gateway.client() as client:
-            answers.append(client.get("/", headers=inside.port_headers(sandbox, inside.PORT), timeout=100).status_code)
+            response = client.get("/", headers=inside.port_headers(sandbox, inside.PORT), timeout=100)
+            statuses.append(response.status_code)
 
-    answers: list[int] = []
+    statuses: list[int] = []
     with memory_gateway.client() as client, inside.raw_service(memory_gateway, sandbox, begin + piece, then=flood):
-        threads = [threading.Thread(target=attack, args=(answers,)) for _ in range(10)]
+        threads = [threading.Thread(target=attack, args=(statuses,)) for _ in range(10)]
         for thread in threads:
             thread.start()
         first = check_others_are_served(client, lambda: client.get("/sandboxes/one", timeout=100))
         for thread in threads:
             thread.join(100)
     assert first.status_code == 200
-    assert answers == [502] * 10
-    # The sockets' buffers; the service would send more.
-    assert sent[0] < 200 * _MB
+    assert statuses == [502] * 10
+    # The buffers of the sockets. Without the limit, the service would send more.
+    assert sent_bytes[0] < 200 * _MB
 
 
 def test_an_interim_response_is_ignored(memory_gateway: MemoryGateway, sandbox: dict[str, Any]) -> None:
@@ -256,8 +259,8 @@ def test_an_interim_response_is_ignored(memory_gateway: MemoryGateway, sandbox: 
         inside.raw_service(memory_gateway, sandbox, hints * 20 + inside.make_reply(body=b"x" * 300_000)),
     ):
         for _ in range(3):
-            answer = client.get("/", headers=inside.port_headers(sandbox, inside.PORT))
-            assert (answer.status_code, len(answer.content)) == (200, 300_000)
+            response = client.get("/", headers=inside.port_headers(sandbox, inside.PORT))
+            assert (response.status_code, len(response.content)) == (200, 300_000)
 
 
 def test_reasons_from_a_guest_contain_no_terminal_codes(
@@ -269,43 +272,43 @@ def test_reasons_from_a_guest_contain_no_terminal_codes(
         for status in ("400 no", "404 no", "500 no"):
             for entry in ("exec", "v1 eval", "v1 ping", "volume", "pause"):
                 body = json.dumps({"message": evil[: 3000 if status == "400 no" else None]}).encode()
-                with replaced_agent(memory_gateway, sandbox, make_answer(body, status)):
-                    answer = ENTRIES[entry](client, sandbox["sandboxID"])
-                assert answer.is_error
-                _is_clean(answer.json()["message"])
+                with replaced_agent(memory_gateway, sandbox, make_response(body, status)):
+                    response = ENTRIES[entry](client, sandbox["sandboxID"])
+                assert response.is_error
+                _check_clean(response.json()["message"])
         with (
             caplog.at_level(logging.WARNING),
             replaced_agent(
-                memory_gateway, sandbox, make_answer(json.dumps({"message": evil[:3000]}).encode(), "500 no")
+                memory_gateway, sandbox, make_response(json.dumps({"message": evil[:3000]}).encode(), "500 no")
             ),
         ):
             assert ENTRIES["snapshot"](client, sandbox["sandboxID"]).status_code == 201
-    logged = [record.fields["reason"] for record in caplog.records if "reason" in getattr(record, "fields", {})]  # type: ignore[attr-defined]
-    assert logged
-    for reason in logged:
-        _is_clean(reason)
+    reasons = [record.fields["reason"] for record in caplog.records if "reason" in getattr(record, "fields", {})]  # type: ignore[attr-defined]
+    assert reasons
+    for reason in reasons:
+        _check_clean(reason)
 
 
 def test_build_logs_contain_no_terminal_codes(memory_gateway: MemoryGateway) -> None:
-    """A program in a template's set-up prints the codes; its output is the log."""
+    """A setup command of a template prints the codes, and its output is the log."""
     with memory_gateway.client() as client:
-        made = client.post("/templates", json={"name": "evil", "setup": ["\x1b[2J\x07true", "echo \u202e"]}).json()
-        route = f"/templates/{made['templateID']}/builds/{made['buildID']}"
+        template = client.post("/templates", json={"name": "evil", "setup": ["\x1b[2J\x07true", "echo \u202e"]}).json()
+        route = f"/templates/{template['templateID']}/builds/{template['buildID']}"
         log = client.get(f"{route}/logs", params={"follow": True}).text
-        client.delete(f"/templates/{made['templateID']}")
+        client.delete(f"/templates/{template['templateID']}")
     assert "$ true" in log and "ran true" in log
-    _is_clean(log)
+    _check_clean(log)
 
 
-def _is_clean(text: str) -> None:
+def _check_clean(text: str) -> None:
     assert len(text) < 4000
     assert all(char.isprintable() or char in "\n\t" for char in text), ascii(text)
 
 
-def test_large_answers_of_one_sandbox_are_limited_in_total(
+def test_large_responses_of_one_sandbox_are_limited_in_total(
     memory_gateway: MemoryGateway, sandbox: dict[str, Any]
 ) -> None:
-    """Eight commands run at once. Each receives almost as much as its limit allows, and then nothing."""
+    """Eight commands run at once. Each receives almost as many bytes as its limit allows, and then none."""
     size = guest_json.MAX_BYTES - 1000
     body = HEAD + b"Content-Length: %d\r\n\r\n" % (size + 100) + b'{"stdout": "' + b"x" * (size - 12)
 
@@ -316,66 +319,66 @@ def test_large_answers_of_one_sandbox_are_limited_in_total(
 
     def attack() -> None:
         with memory_gateway.client() as client:
-            answer = client.post("/sandboxes/one/exec", json={"args": ["x"], "timeout": 0.1}, timeout=100)
-            statuses.append(answer.status_code)
+            response = client.post("/sandboxes/one/exec", json={"args": ["x"], "timeout": 0.1}, timeout=100)
+            statuses.append(response.status_code)
 
     with memory_gateway.client() as client, replaced_agent(memory_gateway, sandbox, body, then=wait):
         threads = [threading.Thread(target=attack) for _ in range(8)]
         for thread in threads:
             thread.start()
-        eventually(lambda: sum(guest_json._held.values()) > guest_json.MAX_BYTES // 2)
+        eventually(lambda: sum(guest_json._held_bytes.values()) > guest_json.MAX_BYTES // 2)
         assert client.get("/health", timeout=20).status_code == 200
         eventually(lambda: statuses.count(429) >= 6)
-        assert max(guest_json._held.values()) <= guest_json.MAX_HELD_BYTES
+        assert max(guest_json._held_bytes.values()) <= guest_json.MAX_HELD_BYTES
         for thread in threads:
             thread.join(100)
-    assert not guest_json._held
+    assert not guest_json._held_bytes
 
 
-async def test_answers_of_all_sandboxes_are_limited_in_total(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Root in several sandboxes stays within each one's limit, and never ends the answers."""
+async def test_responses_of_all_sandboxes_are_limited_in_total(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Root in several sandboxes never ends the responses, but stays within the limit of each sandbox."""
     monkeypatch.setattr(guest_json, "MAX_TOTAL_HELD_BYTES", 1 << 20)
 
     with contextlib.ExitStack() as stack:
-        answers = [stack.enter_context(guest_json.Answer(f"sandbox {n}", "x", 1 << 20)) for n in range(5)]
-        for answer in answers[:4]:
-            await answer.feed(b'"' + b"x" * ((1 << 18) - 1))
+        responses = [stack.enter_context(guest_json.ResponseReader(f"sandbox {n}", "x", 1 << 20)) for n in range(5)]
+        for response in responses[:4]:
+            await response.feed(b'"' + b"x" * ((1 << 18) - 1))
         with pytest.raises(Busy, match="of all sandboxes"):
-            await answers[4].feed(b'"')
-    assert not guest_json._held
+            await responses[4].feed(b'"')
+    assert not guest_json._held_bytes
 
 
 def test_little_of_a_file_in_a_foreign_tree_is_read(tmp_path: Path) -> None:
-    """The tree is a foreign root file system for a template. Its /etc/passwd is a sparse file of a terabyte."""
+    """The tree is a foreign root file system for a template, whose /etc/passwd is a sparse file of 1 TB."""
     (tmp_path / "etc").mkdir()
     with (tmp_path / "etc" / "passwd").open("wb") as file:
         file.truncate(1 << 40)
     (tmp_path / "etc" / "group").write_text("root:x:0:\n")
     tree = Tree(tmp_path)
-    with pytest.raises(Invalid, match="/etc/passwd has more than 1048576 bytes"):
+    with pytest.raises(Invalid, match="/etc/passwd is longer than 1048576 bytes"):
         tree.read("/etc/passwd")
     assert tree.read("/etc/group") == "root:x:0:\n" and tree.read("/etc") == tree.read("/etc/shadow") == ""
 
 
-def test_an_endless_line_is_not_kept() -> None:
+def test_an_endless_line_is_truncated() -> None:
     build = Build(template_id="t", name="t", digest="d")
     lines = LogLines(build)
     for _ in range(2000):
-        lines.take(b"x" * 65536)
+        lines.feed(b"x" * 65536)
     assert len(lines._rest) <= MAX_LINE_LENGTH
-    lines.take(b"\nend\n")
+    lines.feed(b"\nend\n")
     assert [len(line) for line in build.lines] == [MAX_LINE_LENGTH, 3]
 
 
 def test_retries_stop_when_the_agent_always_hangs_up(
     memory_gateway: MemoryGateway, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The agent accepts every connection and closes it without an answer, while its fork waits for its identity."""
-    asked = 0
+    """The agent of a new sandbox accepts every connection, and closes it without a response."""
+    connections = 0
 
     async def hang_up(_: memory_host.Machine, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        nonlocal asked
-        asked += 1
+        nonlocal connections
+        connections += 1
         await reader.read(1)
         writer.close()
 
@@ -383,6 +386,6 @@ def test_retries_stop_when_the_agent_always_hangs_up(
     monkeypatch.setattr(memory_gateway.host, "boot_seconds", 1)
     monkeypatch.setattr(memory_gateway.host, "resume_seconds", 1)
     with memory_gateway.client() as client:
-        answer = client.post("/sandboxes", json={"templateID": "base"})
-    assert answer.status_code == 504 and "closed every connection" in answer.json()["message"], answer.text
-    assert asked > 1
+        response = client.post("/sandboxes", json={"templateID": "base"})
+    assert response.status_code == 504 and "closed every connection" in response.json()["message"], response.text
+    assert connections > 1

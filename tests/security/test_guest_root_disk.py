@@ -14,13 +14,13 @@ from sandbox_gateway.hosts.kvm_xfs.qemu.bounded_log import LOG_BYTES
 from tests.support.gateway import Gateway
 from tests.support.waiting import eventually
 
-PRINTS = 600_000
-"""Each makes QEMU print 51 bytes."""
-GROWTH = 15 << 20
-"""Bytes that the gateway may grow by; the output is twice that."""
+PRINT_COUNT = 600_000
+"""How many times QEMU prints a line of 51 bytes."""
+MAX_GROWTH = 15 << 20
+"""Bytes. The output is twice as large."""
 
-# A register of virtio-pci's common configuration (queue_enable): QEMU prints that the value is wrong. The device is the
-# serial port, so that disk and network still work.
+# Write an invalid value to queue_enable, a register in the common configuration of virtio-pci: QEMU prints an error.
+# The device is the serial port, so that disk and network still work.
 ATTACK = """
 import glob, mmap, os, struct, sys
 for device in glob.glob("/sys/bus/pci/devices/*"):
@@ -32,7 +32,7 @@ for device in glob.glob("/sys/bus/pci/devices/*"):
         if config[at] == 9 and config[at + 3] == 1:
             bar, offset = config[at + 4], struct.unpack_from("<I", config, at + 8)[0]
         at = config[at + 1]
-    # The kernel maps no register of a device that a driver has.
+    # The kernel does not map registers of a device that has a driver.
     if os.path.exists(f"{device}/driver"):
         open(f"{device}/driver/unbind", "w").write(os.path.basename(device))
     open(f"{device}/enable", "w").write("1")
@@ -46,19 +46,21 @@ for device in glob.glob("/sys/bus/pci/devices/*"):
 
 @pytest.fixture
 def box(shared_gateway: Gateway, template: str) -> Iterator[str]:
-    made = shared_gateway.call("POST", "/sandboxes", {"templateID": template, "timeout": 3600})
-    yield str(made["sandboxID"])
-    shared_gateway.client.delete(f"/sandboxes/{made['sandboxID']}")
+    created = shared_gateway.call("POST", "/sandboxes", {"templateID": template, "timeout": 3600})
+    yield str(created["sandboxID"])
+    shared_gateway.client.delete(f"/sandboxes/{created['sandboxID']}")
 
 
 def test_the_qemu_log_is_bounded(shared_gateway: Gateway, box: str) -> None:
-    """Root makes QEMU print without end. The log stays within its size limit, the machine keeps running, and the
-    message about its end needs no memory."""
-    pid = qemu_process(shared_gateway, box)
-    result = shared_gateway.execute(box, "python3", "-c", ATTACK, str(PRINTS), timeout=240)
+    """Root makes QEMU print without end. The log stays within its limit, and the machine keeps running.
+
+    The message about the end of the machine needs little memory.
+    """
+    pid = qemu_pid(shared_gateway, box)
+    result = shared_gateway.execute(box, "python3", "-c", ATTACK, str(PRINT_COUNT), timeout=240)
     assert result["exitCode"] == 0, result
-    printed = b"".join(Path(f"/proc/{pid}/fd/{stream}").read_bytes()[:LOG_BYTES] for stream in (1, 2))
-    assert b"queue_enable" in printed, "this QEMU prints nothing there: find another register"
+    output = b"".join(Path(f"/proc/{pid}/fd/{stream}").read_bytes()[:LOG_BYTES] for stream in (1, 2))
+    assert b"queue_enable" in output, "this QEMU prints nothing there: find another register"
     assert [Path(f"/proc/{pid}/fd/{stream}").stat().st_size <= LOG_BYTES for stream in (1, 2)] == [True, True]
     assert shared_gateway.sh(box, "echo alive") == "alive\n"
     before = gateway_memory(shared_gateway)
@@ -66,26 +68,25 @@ def test_the_qemu_log_is_bounded(shared_gateway: Gateway, box: str) -> None:
     eventually(lambda: show_sandbox(shared_gateway, box)["state"] == "paused")
     reason = show_sandbox(shared_gateway, box)["stateReason"]
     assert "queue_enable" in reason and len(reason) < 1000
-    assert gateway_memory(shared_gateway) - before < GROWTH
+    assert gateway_memory(shared_gateway) - before < MAX_GROWTH
 
 
 def test_a_restarted_gateway_reads_the_log(shared_gateway: Gateway, box: str) -> None:
-    """The log is in memory of QEMU. The gateway finds it again through the process."""
+    """The log is in the memory of the QEMU process, through which the gateway finds it again."""
     assert shared_gateway.execute(box, "python3", "-c", ATTACK, "1", timeout=60)["exitCode"] == 0
     shared_gateway.restart()
-    os.kill(qemu_process(shared_gateway, box), signal.SIGKILL)
+    os.kill(qemu_pid(shared_gateway, box), signal.SIGKILL)
     eventually(lambda: show_sandbox(shared_gateway, box)["state"] == "paused")
     assert "queue_enable" in show_sandbox(shared_gateway, box)["stateReason"]
 
 
 def test_a_log_file_of_an_older_release_is_truncated(shared_gateway: Gateway, box: str) -> None:
-    """The machine of an older release appends to a file on disk. Only that file counts here, not the machine's current
-    log."""
+    """The machine of an older release appends to a file on disk. The test writes such a file."""
     path = instance_directory(shared_gateway, box) / "run" / "qemu.log"
     with path.open("ab", buffering=0) as log:
-        log.write(b"said\n")
+        log.write(b"printed\n")
         shared_gateway.restart()
-        assert path.read_bytes() == b"said\n"
+        assert path.read_bytes() == b"printed\n"
         for _ in range(2):
             log.write(b"x" * (LOG_BYTES + 1))
             eventually(lambda: path.stat().st_size == 0)
@@ -93,13 +94,13 @@ def test_a_log_file_of_an_older_release_is_truncated(shared_gateway: Gateway, bo
 
 
 def instance_directory(gateway: Gateway, sandbox: str) -> Path:
-    """The directory of its machine."""
-    (found,) = (each for each in (gateway.state_root / "sandboxes" / sandbox).iterdir() if each.is_dir())
-    return found
+    """Return the directory of the sandbox's machine."""
+    (directory,) = (each for each in (gateway.state_root / "sandboxes" / sandbox).iterdir() if each.is_dir())
+    return directory
 
 
-def qemu_process(gateway: Gateway, sandbox: str) -> int:
-    """The process of a sandbox's machine."""
+def qemu_pid(gateway: Gateway, sandbox: str) -> int:
+    """Return the id of the QEMU process of a sandbox."""
     marker = f"{gateway.state_root}/sandboxes/{sandbox}/"
     for entry in Path("/proc").glob("[0-9]*"):
         try:
@@ -115,7 +116,7 @@ def show_sandbox(gateway: Gateway, sandbox: str) -> Any:
 
 
 def gateway_memory(gateway: Gateway) -> int:
-    """Bytes of the gateway's memory."""
+    """Return the memory of the gateway in bytes."""
     assert gateway.process is not None
     status = Path(f"/proc/{gateway.process.pid}/status").read_text()
     return int(status.partition("VmRSS:")[2].split()[0]) << 10

@@ -1,9 +1,9 @@
-"""Root of a virtual machine, who sends arbitrary frames: only packets of the guest's own address leave its network
-slot, and only under the slot's address.
+"""Root in a virtual machine sends arbitrary frames.
 
-The guest is a network namespace on the slot's real tap, as in `tests/kvm_xfs/test_netns.py`. The host's end of its veth
-shows the frames that leave the slot. The last one is a packet that may pass: when it arrives, all others have been
-checked.
+Only packets from the guest's own address leave its network slot, and only with the slot's address. The guest is a
+network namespace on the real tap of the slot, as in `tests/kvm_xfs/test_netns.py`. The host's end of the veth pair
+shows the frames that leave the slot. The last packet of each test is allowed. When it arrives, all earlier frames have
+been checked.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ def make_packet(
     options: bytes = b"",
     id: int = 7,
 ) -> bytes:
-    """``fragment``: flags and offset, as they are in the header."""
+    """Return an IPv4 packet. ``fragment``: the flags and the offset, as in the header."""
     words = 5 + len(options) // 4
     size = 4 * words + len(payload)
     addresses = socket.inet_aton(source) + socket.inet_aton(target)
@@ -92,8 +92,8 @@ def make_ipv6(source: str, target: str, payload: bytes, protocol: int = UDP) -> 
 
 
 @dataclass(frozen=True)
-class Place:
-    """The addresses that an attacker may know."""
+class AttackAddresses:
+    """The addresses that an attacker can know."""
 
     slot: Slot
     neighbour: Slot
@@ -102,43 +102,43 @@ class Place:
     volumes: str
 
 
-Attack = Callable[[Place], list[bytes]]
+Attack = Callable[[AttackAddresses], list[bytes]]
 
 
-def source_frames(place: Place) -> list[str]:
-    neighbour = place.neighbour
-    own = [place.slot.host_address, place.slot.veth_address, place.elsewhere, place.host, place.volumes]
+def source_addresses(addresses: AttackAddresses) -> list[str]:
+    slot, neighbour = addresses.slot, addresses.neighbour
+    own = [slot.host_address, slot.veth_address, addresses.elsewhere, addresses.host, addresses.volumes]
     others = ["0.0.0.0", "255.255.255.255", "127.0.0.1", "169.254.0.20", "169.254.0.23", "224.0.0.1", "10.99.99.99"]
     return [*own, *others, neighbour.host_address, neighbour.veth_address, GATEWAY_ADDRESS]
 
 
-def target_frames(place: Place) -> list[str]:
-    slot, neighbour = place.slot, place.neighbour
+def target_addresses(addresses: AttackAddresses) -> list[str]:
+    slot, neighbour = addresses.slot, addresses.neighbour
     network = ipaddress.ip_network(f"{slot.host_address}/30", strict=False)
     return [
-        *(slot.veth_address, neighbour.veth_address, neighbour.host_address, place.host, place.volumes),
+        *(slot.veth_address, neighbour.veth_address, neighbour.host_address, addresses.host, addresses.volumes),
         *("127.0.0.1", "0.0.0.0", "255.255.255.255", "224.0.0.1", "239.255.255.250", "169.254.0.23"),
         *(str(network.broadcast_address), str(network.network_address), GATEWAY_ADDRESS, slot.host_address),
     ]
 
 
 def extension_headers() -> bytes:
-    """A UDP datagram behind three of IPv6's headers."""
+    """Return a UDP datagram after three IPv6 extension headers."""
     padding = struct.pack(">BBBBI", 0, 0, 1, 4, 0)
     return b"\x00" + padding[1:] + b"\x3c" + padding[1:] + bytes([UDP]) + padding[1:] + MARK
 
 
 ATTACKS: dict[str, Attack] = {
-    "another source": lambda p: [make_frame(make_udp(source, p.elsewhere)) for source in source_frames(p)],
+    "another source": lambda p: [make_frame(make_udp(source, p.elsewhere)) for source in source_addresses(p)],
     "another source, to the neighbour": lambda p: [
-        make_frame(make_udp(source, p.neighbour.host_address, AGENT_PORT)) for source in source_frames(p)
+        make_frame(make_udp(source, p.neighbour.host_address, AGENT_PORT)) for source in source_addresses(p)
     ],
-    "another target": lambda p: [make_frame(make_udp(GUEST_ADDRESS, target)) for target in target_frames(p)],
+    "another target": lambda p: [make_frame(make_udp(GUEST_ADDRESS, target)) for target in target_addresses(p)],
     "another target, TCP": lambda p: [
         make_frame(
             make_packet(GUEST_ADDRESS, target, struct.pack(">HHIIHHHH", 5000, port, 1, 0, 0x5002, 9, 0, 0) + MARK, TCP)
         )
-        for target in target_frames(p)
+        for target in target_addresses(p)
         for port in (22, 80, AGENT_PORT, VOLUME_PORTS[0], VOLUME_PORTS[1])
         if target != GATEWAY_ADDRESS
     ],
@@ -147,17 +147,17 @@ ATTACKS: dict[str, Attack] = {
         for source in ("fe80::1", "::1", "fd99::1", f"::ffff:{GUEST_ADDRESS}", "::")
         for target, to in (("fe80::2", TAP_MAC), ("ff02::1", "33:33:00:00:00:01"), (f"::ffff:{p.elsewhere}", TAP_MAC))
     ],
-    "IPv6's router advertisements": lambda p: [
+    "IPv6 router advertisements": lambda p: [
         make_frame(
             make_ipv6("fe80::1", "ff02::1", b"\x86\x00\x00\x00\x40\x00\x07\x08" + bytes(8) + MARK, 58),
             IPV6,
             to=BROADCAST,
         )
     ],
-    "IPv6's headers": lambda p: [
+    "IPv6 extension headers": lambda p: [
         make_frame(make_ipv6("fe80::1", "ff02::1", extension_headers(), 0), IPV6, to=BROADCAST)
     ],
-    "IPv4 named IPv6, and the other way": lambda p: [
+    "IPv4 labelled as IPv6, and vice versa": lambda p: [
         make_frame(make_udp(GUEST_ADDRESS, p.elsewhere), IPV6),
         make_frame(make_ipv6("fe80::1", "fe80::2", MARK), IPV4),
     ],
@@ -174,10 +174,10 @@ ATTACKS: dict[str, Attack] = {
     ],
     "IPv6 in a VLAN": lambda p: [make_frame(struct.pack(">HH", 0, IPV6) + make_ipv6("fe80::1", "ff02::1", MARK), VLAN)],
     "ARP": lambda p: [
-        make_frame(make_arp(operation, claimed, of, asked) + MARK, ARP, to=to, source=of)
+        make_frame(make_arp(operation, claimed, of, requested) + MARK, ARP, to=to, source=of)
         for operation in (1, 2, 3, 4)
         for claimed in (GATEWAY_ADDRESS, GUEST_ADDRESS, p.slot.veth_address, p.neighbour.host_address, p.elsewhere)
-        for asked in (GATEWAY_ADDRESS, claimed)
+        for requested in (GATEWAY_ADDRESS, claimed)
         for of in (GUEST_MAC, FOREIGN)
         for to in (TAP_MAC, BROADCAST)
     ],
@@ -185,11 +185,11 @@ ATTACKS: dict[str, Attack] = {
         make_frame(make_udp("10.99.99.99", p.elsewhere, fragment=0x2000)),
         make_frame(make_packet("10.99.99.99", p.elsewhere, MARK * 2, fragment=2)),
     ],
-    "fragments whose first is of its own": lambda p: [
+    "fragments after an allowed first fragment": lambda p: [
         make_frame(make_udp(GUEST_ADDRESS, p.elsewhere, data=b"x" * 16, fragment=0x2000, id=9)),
         make_frame(make_packet("10.99.99.99", p.elsewhere, MARK * 2, fragment=3, id=9)),
     ],
-    "fragments over one another": lambda p: [
+    "overlapping fragments": lambda p: [
         make_frame(make_udp(GUEST_ADDRESS, p.elsewhere, data=b"x" * 24, fragment=0x2000, id=10)),
         make_frame(make_packet(GUEST_ADDRESS, p.elsewhere, MARK + bytes(12), fragment=0x2001, id=10)),
         make_frame(make_packet(GUEST_ADDRESS, p.elsewhere, MARK + bytes(12), fragment=1, id=10)),
@@ -205,9 +205,10 @@ ATTACKS: dict[str, Attack] = {
     ],
     "DHCP": lambda p: [
         make_frame(
-            make_packet("0.0.0.0", target, struct.pack(">HHHH", sent, port, 8 + len(MARK), 0) + MARK), to=BROADCAST
+            make_packet("0.0.0.0", target, struct.pack(">HHHH", source_port, port, 8 + len(MARK), 0) + MARK),
+            to=BROADCAST,
         )
-        for sent, port in ((68, 67), (67, 68))
+        for source_port, port in ((68, 67), (67, 68))
         for target in ("255.255.255.255", GATEWAY_ADDRESS, p.slot.veth_address)
     ],
     "multicast and broadcast": lambda p: [
@@ -233,7 +234,7 @@ ATTACKS: dict[str, Attack] = {
         make_frame(make_packet("10.99.99.99", p.elsewhere, make_udp(GUEST_ADDRESS, p.neighbour.host_address), protocol))
         for protocol in (4, 41, 47, 50, 115)
     ],
-    "headers that lie": lambda p: [
+    "invalid headers": lambda p: [
         make_frame(b"\x45"),
         make_frame(b"\x4f" + make_udp(GUEST_ADDRESS, p.elsewhere)[1:]),
         make_frame(b"\x41" + make_udp(GUEST_ADDRESS, p.elsewhere)[1:]),
@@ -249,53 +250,57 @@ ATTACKS: dict[str, Attack] = {
 }
 
 
-class Wire:
-    """All frames at an interface of the host or of a namespace; ``incoming``: only the incoming ones."""
+class Sniffer:
+    """Records the frames at an interface of the host or of a namespace. ``incoming``: only incoming frames."""
 
     def __init__(
-        self, open_in: Callable[[Callable[[], socket.socket]], socket.socket], name: str, *, incoming: bool = False
+        self,
+        run_in_namespace: Callable[[Callable[[], socket.socket]], socket.socket],
+        name: str,
+        *,
+        incoming: bool = False,
     ) -> None:
-        self._socket = open_in(lambda: open_sniffer(name))
+        self._socket = run_in_namespace(lambda: open_sniffer(name))
         self._incoming = incoming
 
     def read_until(self, end: bytes) -> list[bytes]:
-        """The incoming frames, up to the one that contains ``end``."""
-        found: list[bytes] = []
-        while not found or end not in found[-1]:
+        """Return the frames up to the first that contains ``end``."""
+        frames: list[bytes] = []
+        while not frames or end not in frames[-1]:
             data, address = self._socket.recvfrom(65536)
             if not (self._incoming and address[2] == socket.PACKET_OUTGOING):
-                found.append(data)
-        return found
+                frames.append(data)
+        return frames
 
     def pending_frames(self) -> list[bytes]:
-        found = []
+        frames = []
         self._socket.setblocking(False)
         with contextlib.suppress(BlockingIOError):
             while True:
-                found.append(self._socket.recv(65536))
-        return found
+                frames.append(self._socket.recv(65536))
+        return frames
 
     def close(self) -> None:
         self._socket.close()
 
 
 def open_sniffer(name: str) -> socket.socket:
-    # Without a protocol until it is bound: otherwise it would receive frames of all interfaces.
-    made = socket.socket(socket.AF_PACKET, socket.SOCK_RAW)
-    made.bind((name, ALL))
-    made.settimeout(15)
-    return made
+    # Set the protocol only when binding. Otherwise, the socket would receive frames of all interfaces.
+    sniffer_socket = socket.socket(socket.AF_PACKET, socket.SOCK_RAW)
+    sniffer_socket.bind((name, ALL))
+    sniffer_socket.settimeout(15)
+    return sniffer_socket
 
 
-def network_state(slot: Slot) -> list[str]:
-    """Routes, addresses and rules of a slot and of the host, and the slot's neighbour entries for its guest."""
-    shown = []
+def read_network_state(slot: Slot) -> list[str]:
+    """Return the routes, addresses and rules of a slot and of the host. Checks the neighbour entry of the guest."""
+    outputs = []
     for command in (("ip", "route"), ("ip", "-6", "route"), ("ip", "-br", "address"), ("nft", "list", "ruleset")):
-        for where in ((), ("nsenter", f"--net={slot.path}")):
-            output = subprocess.run([*where, *command], capture_output=True, text=True, check=True, timeout=20).stdout
-            # On the host only the lines of this slot: others are created and removed.
-            lines = [line for line in output.splitlines() if where or slot.name in line]
-            shown.append("\n".join(line for line in lines if "counter" not in line))
+        for prefix in ((), ("nsenter", f"--net={slot.path}")):
+            output = subprocess.run([*prefix, *command], capture_output=True, text=True, check=True, timeout=20).stdout
+            # On the host, use only the lines of this slot, because other slots are created and removed.
+            lines = [line for line in output.splitlines() if prefix or slot.name in line]
+            outputs.append("\n".join(line for line in lines if "counter" not in line))
     neighbours = subprocess.run(
         ["nsenter", f"--net={slot.path}", "ip", "neighbour", "show", "dev", TAP],
         capture_output=True,
@@ -303,50 +308,52 @@ def network_state(slot: Slot) -> list[str]:
         check=True,
         timeout=20,
     ).stdout
-    known = [line for line in neighbours.splitlines() if line.startswith(f"{GUEST_ADDRESS} ")]
-    assert known == [line for line in known if GUEST_MAC in line and "PERMANENT" in line] and known
-    return shown
+    guest_entries = [line for line in neighbours.splitlines() if line.startswith(f"{GUEST_ADDRESS} ")]
+    assert guest_entries
+    assert all(GUEST_MAC in line and "PERMANENT" in line for line in guest_entries)
+    return outputs
 
 
 def send_frames(guest: Guest, frames: list[bytes]) -> None:
-    def sent() -> None:
-        with socket.socket(socket.AF_PACKET, socket.SOCK_RAW) as line:
-            line.bind(("eth0", 0))
+    def send() -> None:
+        with socket.socket(socket.AF_PACKET, socket.SOCK_RAW) as raw_socket:
+            raw_socket.bind(("eth0", 0))
             for each in frames:
-                line.send(each.ljust(14, b"\0"))
+                raw_socket.send(each.ljust(14, b"\0"))
 
-    run_inside(guest.path, sent)
+    run_inside(guest.path, send)
 
 
 @dataclass
 class Arena:
-    place: Place
+    addresses: AttackAddresses
     guest: Guest
-    outside: Wire
-    """The host's end of the slot's veth."""
-    beyond: Wire
-    """The interface of the machine elsewhere."""
-    next_door: Wire
-    """The tap of the neighbour's slot."""
+    host_sniffer: Sniffer
+    """At the host's end of the slot's veth pair."""
+    machine_sniffer: Sniffer
+    """At the interface of the outside machine."""
+    neighbour_sniffer: Sniffer
+    """At the tap of the neighbour's slot."""
 
-    def finish(self) -> list[bytes]:
-        """The frames that left the slot; asserts that all of them were allowed to."""
-        send_frames(self.guest, [make_frame(make_udp(GUEST_ADDRESS, self.place.elsewhere, data=END))])
-        left = self.outside.read_until(END)
-        for each in left:
+    def check_leaving_frames(self) -> list[bytes]:
+        """Return the frames that left the slot, and assert that all of them are allowed."""
+        send_frames(self.guest, [make_frame(make_udp(GUEST_ADDRESS, self.addresses.elsewhere, data=END))])
+        frames = self.host_sniffer.read_until(END)
+        for each in frames:
             (kind,) = struct.unpack(">H", each[12:14])
-            # The kernel of the slot itself asks for its neighbour's MAC.
+            # The slot itself sends ARP requests for the MAC address of its neighbour.
             assert kind in (IPV4, ARP), each.hex()
             if kind == IPV4:
-                assert socket.inet_ntoa(each[26:30]) == self.place.slot.host_address, each.hex()
+                assert socket.inet_ntoa(each[26:30]) == self.addresses.slot.host_address, each.hex()
             if kind == ARP:
-                claimed = socket.inet_ntoa(each[28:32])
-                assert claimed in (self.place.slot.host_address, self.place.slot.veth_address), each.hex()
+                sender = socket.inet_ntoa(each[28:32])
+                assert sender in (self.addresses.slot.host_address, self.addresses.slot.veth_address), each.hex()
                 assert MARK not in each
-        arrived = self.beyond.read_until(END)
-        assert not any(MARK in each for each in arrived), "nothing of it reached another machine"
-        assert not any(MARK in each for each in self.next_door.pending_frames()), "nor the neighbour"
-        return left
+        arrived = self.machine_sniffer.read_until(END)
+        assert not any(MARK in each for each in arrived), "a frame reached another machine"
+        pending = self.neighbour_sniffer.pending_frames()
+        assert not any(MARK in each for each in pending), "a frame reached the neighbour"
+        return frames
 
 
 @contextlib.asynccontextmanager
@@ -354,38 +361,38 @@ async def open_arena() -> AsyncIterator[Arena]:
     async with world() as w:
         slot, other = await w.pool.take(OPEN), await w.pool.take(NetworkPolicy(allow_out=["0.0.0.0/0"]))
         guest, _ = w.guest(slot), w.guest(other)
-        elsewhere: OutsideMachine = w.elsewhere()
-        place = Place(slot, other, elsewhere.address, elsewhere.host_address, volume_address(w.network))
-        wires = (
-            Wire(lambda make: make(), slot.veth, incoming=True),
-            Wire(lambda make: run_inside(elsewhere.path, make), "eth0"),
-            Wire(lambda make: run_inside(other.path, make), TAP),
+        elsewhere: OutsideMachine = w.outside_machine()
+        addresses = AttackAddresses(slot, other, elsewhere.address, elsewhere.host_address, volume_address(w.network))
+        sniffers = (
+            Sniffer(lambda make: make(), slot.veth, incoming=True),
+            Sniffer(lambda make: run_inside(elsewhere.path, make), "eth0"),
+            Sniffer(lambda make: run_inside(other.path, make), TAP),
         )
         try:
-            yield Arena(place, guest, *wires)
+            yield Arena(addresses, guest, *sniffers)
         finally:
-            for wire in wires:
-                wire.close()
+            for sniffer in sniffers:
+                sniffer.close()
 
 
 @pytest.mark.parametrize("attack", ATTACKS)
 async def test_only_the_guests_own_packets_leave_a_slot(attack: str) -> None:
     async with open_arena() as arena:
-        send_frames(arena.guest, [make_frame(make_udp(GUEST_ADDRESS, arena.place.elsewhere, data=END))])
-        arena.outside.read_until(END), arena.beyond.read_until(END)
-        before = network_state(arena.place.slot)
-        with listen_everywhere(arena.place) as heard:
-            await asyncio.to_thread(send_frames, arena.guest, ATTACKS[attack](arena.place))
-            await asyncio.to_thread(arena.finish)
-            assert heard() == [], "the host's own services"
-        assert network_state(arena.place.slot) == before
+        send_frames(arena.guest, [make_frame(make_udp(GUEST_ADDRESS, arena.addresses.elsewhere, data=END))])
+        arena.host_sniffer.read_until(END), arena.machine_sniffer.read_until(END)
+        before = read_network_state(arena.addresses.slot)
+        with listen_everywhere(arena.addresses) as read_packets:
+            await asyncio.to_thread(send_frames, arena.guest, ATTACKS[attack](arena.addresses))
+            await asyncio.to_thread(arena.check_leaving_frames)
+            assert read_packets() == [], "a packet reached a service of the host"
+        assert read_network_state(arena.addresses.slot) == before
 
 
 @contextlib.contextmanager
-def listen_everywhere(place: Place) -> Iterator[Callable[[], list[bytes]]]:
-    """Open sockets at all of the host's addresses, which would notice any packet."""
+def listen_everywhere(addresses: AttackAddresses) -> Iterator[Callable[[], list[bytes]]]:
+    """Open sockets at all addresses of the host. Yields a function that returns the packets they received."""
     with contextlib.ExitStack() as stack:
-        opened = []
+        sockets = []
         for port in (PORT, 67, 68):
             each = stack.enter_context(socket.socket(socket.AF_INET, socket.SOCK_DGRAM))
             each.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -393,28 +400,28 @@ def listen_everywhere(place: Place) -> Iterator[Callable[[], list[bytes]]]:
             with contextlib.suppress(OSError):
                 each.bind(("0.0.0.0", port))
                 each.setblocking(False)
-                opened.append(each)
+                sockets.append(each)
 
-        def received() -> list[bytes]:
-            found = []
-            for each in opened:
+        def read_packets() -> list[bytes]:
+            packets = []
+            for each in sockets:
                 with contextlib.suppress(BlockingIOError):
-                    found.append(each.recv(4096))
-            return found
+                    packets.append(each.recv(4096))
+            return packets
 
-        yield received
+        yield read_packets
 
 
 async def test_valid_fragments_pass() -> None:
-    """The attacks above fail because of their content, not because the frames are raw or fragmented."""
+    """Check that the attacks above fail because of their contents, not because frames are raw or fragmented."""
 
     async with open_arena() as arena:
         data = os.urandom(8).hex().encode() * 4
         whole = struct.pack(">HHHH", 5000, PORT, 8 + len(data), 0) + data
         pieces = [
-            make_packet(GUEST_ADDRESS, arena.place.elsewhere, whole[:24], fragment=0x2000, id=21),
-            make_packet(GUEST_ADDRESS, arena.place.elsewhere, whole[24:], fragment=3, id=21),
+            make_packet(GUEST_ADDRESS, arena.addresses.elsewhere, whole[:24], fragment=0x2000, id=21),
+            make_packet(GUEST_ADDRESS, arena.addresses.elsewhere, whole[24:], fragment=3, id=21),
         ]
         await asyncio.to_thread(send_frames, arena.guest, [make_frame(piece) for piece in pieces])
-        arrived = await asyncio.to_thread(arena.beyond.read_until, data[:16])
-        assert socket.inet_ntoa(arrived[-1][26:30]) == arena.place.host
+        arrived = await asyncio.to_thread(arena.machine_sniffer.read_until, data[:16])
+        assert socket.inet_ntoa(arrived[-1][26:30]) == arena.addresses.host

@@ -1,4 +1,4 @@
-"""Root in a sandbox tries to fill the gateway's memory with data that the gateway stores."""
+"""Root in a sandbox tries to fill the memory of the gateway with data that the gateway stores."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from sandbox_gateway.hosts.kvm_xfs.qemu.machine import Machine
 
 MB = 1 << 20
 EVENT = {"event": "RTC_CHANGE", "data": {"offset": 1}, "timestamp": {"seconds": 1, "microseconds": 1}}
-"""A guest causes one whenever it sets its clock."""
+"""The event that a guest causes when it sets its clock."""
 EVENTS = 2000
 
 
@@ -50,7 +50,7 @@ async def test_machine_events_are_not_stored(tmp_path: Path) -> None:
 
 
 def peak_allocation(work: Callable[[], None]) -> int:
-    """The peak memory of ``work`` in bytes."""
+    """Return the peak memory of ``work`` in bytes."""
     tracemalloc.start()
     try:
         work()
@@ -60,45 +60,44 @@ def peak_allocation(work: Callable[[], None]) -> int:
 
 
 def test_output_of_a_setup_command_is_bounded() -> None:
-    """The output has no end, with or without line ends. Only the last lines are kept, because they explain the
-    failure."""
+    """The output never ends. Only the last lines are kept, because they explain the failure."""
     build = Build("", "", "")
 
     def attack() -> None:
         lines = LogLines(build)
         for _ in range(1000):
-            lines.take(b"x" * 65536)
+            lines.feed(b"x" * 65536)
         for number in range(2000):
-            lines.take(b"\n" * 50 + b"line %d\n" % number)
-        lines.take(b"why\n")
+            lines.feed(b"\n" * 50 + b"line %d\n" % number)
+        lines.feed(b"why\n")
         lines.flush()
 
     assert peak_allocation(attack) < 8 * MB
     build.end("error")
     assert sum(map(sys.getsizeof, build.lines)) < 2 * MB
     assert build.lines[0].startswith("xxx") and build.lines[-1] == "why"
-    assert any("left out" in line for line in build.lines)
+    assert any("omitted" in line for line in build.lines)
 
 
 def test_a_short_build_log_is_complete() -> None:
     build = Build("", "", "")
     lines = LogLines(build)
     for piece in (b"a", b"b\nc", b"\n", b"d"):
-        lines.take(piece)
+        lines.feed(piece)
     lines.flush()
     build.end("ready")
     assert build.lines == ["ab", "c", "d"]
 
 
 def test_invented_statuses_share_one_metric_label() -> None:
-    nothing = SimpleNamespace(list=lambda *kinds: [])
-    engine: Any = SimpleNamespace(sandboxes=nothing, snapshots=nothing)
+    empty_index = SimpleNamespace(list=lambda *kinds: [])
+    engine: Any = SimpleNamespace(sandboxes=empty_index, snapshots=empty_index)
     metrics = Metrics(cast(Any, engine))
     for status in range(200, 600):
-        metrics.request("GET", "data plane", status, 0.1)
+        metrics.record_request("GET", "data plane", status, 0.1)
     counts = [
         line
-        for line in metrics.text().decode().splitlines()
+        for line in metrics.render().decode().splitlines()
         if line.startswith("sandbox_gateway_request_seconds_count")
     ]
     assert len(counts) < 70

@@ -1,5 +1,7 @@
-"""Root of a virtual machine, with a custom NFS client and everything that another sandbox knows of its volume: file
-handles, the export's name, ports and addresses. (Made-up handles and paths: `tests/kvm_xfs`.)
+"""Root in a virtual machine uses a custom NFS client to attack the volume of another sandbox.
+
+The attacker knows everything that the other sandbox knows about its volume: file handles, the name of the export, ports
+and addresses. Tests in `tests/kvm_xfs` cover invalid handles and paths.
 """
 
 from __future__ import annotations
@@ -16,16 +18,16 @@ from sandbox_gateway.records import new_id
 from tests.kvm_xfs.test_netns import Guest, run_inside
 from tests.kvm_xfs.test_volume_server import CUT_OFF, Setup, Volume, nfs_status, setup
 from tests.support import nfs3
-from tests.support.nfs3 import Mount, Nfs, NfsError, Refused
+from tests.support.nfs3 import Mount, Nfs, NfsError, RpcRejected
 
 pytestmark = pytest.mark.usefixtures("need_root")
 
-REFUSED = (NfsError, Refused, *CUT_OFF, OSError)
+REFUSED = (NfsError, RpcRejected, *CUT_OFF, OSError)
 SECRET = b"of another sandbox"
 
 
 class Victim:
-    """A volume with a secret, in use by a sandbox, whose root has revealed everything it knows."""
+    """A volume with a secret, and its sandbox, whose root has revealed everything it knows."""
 
     def __init__(self, slot: Slot, guest: Guest, volume: Volume) -> None:
         self.slot, self.guest, self.volume = slot, guest, volume
@@ -40,7 +42,7 @@ class Victim:
 
 
 @contextlib.asynccontextmanager
-async def victim_of(xfs_root: Path) -> AsyncIterator[tuple[Setup, Victim]]:
+async def create_victim(xfs_root: Path) -> AsyncIterator[tuple[Setup, Victim]]:
     async with setup(xfs_root) as s:
         slot, guest = await s.guest()
         volume = await s.volume()
@@ -49,7 +51,7 @@ async def victim_of(xfs_root: Path) -> AsyncIterator[tuple[Setup, Victim]]:
 
 
 def try_all_procedures(client: Nfs, victim: Victim) -> None:
-    """Call every procedure that would reveal or change something, with the victim's handles."""
+    """Call all procedures that would reveal or change data, with the handles of the victim."""
     for attempt in (
         lambda: client.getattr(victim.root),
         lambda: client.lookup(victim.root, "secret"),
@@ -69,7 +71,7 @@ def try_all_procedures(client: Nfs, victim: Victim) -> None:
 
 @pytest.mark.parametrize("uid", [0, 1000, 65534])
 async def test_handles_of_another_volume_are_invalid(xfs_root: Path, uid: int) -> None:
-    async with victim_of(xfs_root) as (s, victim):
+    async with create_victim(xfs_root) as (s, victim):
         slot, attacker = await s.guest()
         own = await s.volume()
         await own.serve({slot: False})
@@ -77,24 +79,24 @@ async def test_handles_of_another_volume_are_invalid(xfs_root: Path, uid: int) -
         try_all_procedures(own.connect_nfs(attacker, uid=uid), victim)
         client = own.connect_nfs(attacker)
         file = client.create(root, "own")
-        for mixed in (
+        for attempt in (
             lambda: client.rename(root, "own", victim.root, "planted"),
             lambda: client.rename(victim.root, "secret", root, "stolen"),
         ):
             with pytest.raises(REFUSED):
-                mixed()
-        # Two handles combined into one: the volume of one and the file of the other.
-        for place in range(4, len(victim.file)):
-            made_up = file[:place] + victim.file[place:], victim.file[:place] + file[place:]
-            for handle in made_up:
+                attempt()
+        # Combine two handles: the volume of one and the file of the other.
+        for offset in range(4, len(victim.file)):
+            forged_handles = file[:offset] + victim.file[offset:], victim.file[:offset] + file[offset:]
+            for handle in forged_handles:
                 with contextlib.suppress(*REFUSED):
                     assert client.read(handle) != SECRET
-        assert client.getattr(file).kind == 1, "it serves on"
+        assert client.getattr(file).kind == 1, "the server still works"
         victim.check_intact()
 
 
 async def test_ports_of_another_volume_are_closed_from_every_direction(xfs_root: Path) -> None:
-    async with victim_of(xfs_root) as (s, victim):
+    async with create_victim(xfs_root) as (s, victim):
         slot, attacker = await s.guest()
         own = await s.volume()
         await own.serve({slot: False})
@@ -111,41 +113,41 @@ async def test_ports_of_another_volume_are_closed_from_every_direction(xfs_root:
                                 address, port, seconds=0.4, source=source
                             ),
                         )
-        # At the servers' own address, not even its own volume.
+        # Not even the attacker's own volume is reachable at the address of the servers.
         with pytest.raises((*CUT_OFF, OSError)):
             run_inside(attacker.path, lambda: Mount(volume_address(s.network), own.port + 1, seconds=0.4))
         victim.check_intact()
 
 
 async def test_another_volumes_export_cannot_be_mounted(xfs_root: Path) -> None:
-    async with victim_of(xfs_root) as (s, victim):
+    async with create_victim(xfs_root) as (s, victim):
         slot, attacker = await s.guest()
         own = await s.volume()
         await own.serve({slot: False})
-        theirs = victim.volume.id
+        victim_id = victim.volume.id
         for path in (
-            f"/{theirs}",
-            theirs,
-            f"/{own.id}/../{theirs}",
-            f"//{theirs}",
+            f"/{victim_id}",
+            victim_id,
+            f"/{own.id}/../{victim_id}",
+            f"//{victim_id}",
             "/" * 1000,
         ):
             assert nfs_status(own.mount_volume, attacker, path) != nfs3.OK
-        # Parsed as a C string, this is its own volume.
-        assert own.mount_volume(attacker, f"/{own.id}\0/{theirs}") == own.mount_volume(attacker)
+        # As a C string, this is the attacker's own volume.
+        assert own.mount_volume(attacker, f"/{own.id}\0/{victim_id}") == own.mount_volume(attacker)
         with run_inside(attacker.path, lambda: Mount(GATEWAY_ADDRESS, own.port + 1)) as mount:
-            assert theirs not in str(mount.exports())
+            assert victim_id not in str(mount.exports())
         victim.check_intact()
 
 
 async def test_handles_do_not_survive_a_reused_port(xfs_root: Path) -> None:
-    """A sandbox keeps a volume's handles forever. Later, the port belongs to another volume."""
+    """A sandbox keeps the handles of a volume, whose port later belongs to another volume."""
 
-    async with victim_of(xfs_root) as (s, victim):
+    async with create_victim(xfs_root) as (s, victim):
         slot, heir = await s.guest()
         await victim.volume.serve({slot: False})
-        heirs = victim.volume.connect_nfs(heir)
-        assert heirs.read(victim.file) == SECRET, "it was handed over"
+        heir_client = victim.volume.connect_nfs(heir)
+        assert heir_client.read(victim.file) == SECRET, "the volume now belongs to the heir"
         with pytest.raises(CUT_OFF):
             victim.volume.connect_nfs(victim.guest, seconds=0.4)
         await victim.volume.serve({})

@@ -1,6 +1,6 @@
-"""Root in a sandbox attacks over the network: metadata services, the host's connection table, other sandboxes.
+"""Root in a sandbox attacks metadata services, the host's connection table and other sandboxes over the network.
 
-The guest is a network namespace on a real slot (see ``tests.kvm_xfs.test_netns``): its packets take the same path as
+The guest is a network namespace on a real slot (see ``tests.kvm_xfs.test_netns``). Its packets take the same path as
 those of a virtual machine.
 """
 
@@ -18,7 +18,7 @@ from pathlib import Path
 
 import pytest
 
-from sandbox_gateway.hosts.jail_zfs.command_runner import CommandRunner
+from sandbox_gateway.hosts.jail_zfs.commands import CommandRunner
 from sandbox_gateway.hosts.jail_zfs.network.epair import Bridge
 from sandbox_gateway.hosts.jail_zfs.network.pf import jail_rules
 from sandbox_gateway.hosts.kvm_xfs.network import rules
@@ -29,7 +29,7 @@ from tests.kvm_xfs.test_netns import METADATA, METADATA_SERVICES, OPEN, Guest, o
 pytestmark = pytest.mark.usefixtures("need_root")
 
 AZURE = "168.63.129.16"
-EVERYTHING = NetworkPolicy(allow_internet=False, allow_out=["0.0.0.0/0"])
+ALL_ADDRESSES = NetworkPolicy(allow_internet=False, allow_out=["0.0.0.0/0"])
 HALVES = NetworkPolicy(allow_out=["0.0.0.0/1", "128.0.0.0/1"])
 NEIGHBOURS = NetworkPolicy(allow_out=["169.252.0.0/14", "100.100.100.200/31", "168.63.128.0/23", "192.0.0.192/31"])
 
@@ -37,13 +37,13 @@ NEIGHBOURS = NetworkPolicy(allow_out=["169.252.0.0/14", "100.100.100.200/31", "1
 # --- metadata services -----------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("policy", [OPEN, EVERYTHING, HALVES, NEIGHBOURS])
+@pytest.mark.parametrize("policy", [OPEN, ALL_ADDRESSES, HALVES, NEIGHBOURS])
 async def test_metadata_services_are_unreachable_unless_allowed(policy: NetworkPolicy) -> None:
     async with world() as w:
         guest = w.guest(await w.pool.take(policy))
-        elsewhere = w.elsewhere()
+        elsewhere = w.outside_machine()
         w.keep(elsewhere.listen(80))
-        assert guest.can_reach(elsewhere.address, 80, timeout=20), "the way there is open"
+        assert guest.can_reach(elsewhere.address, 80, timeout=20), "the outside machine is unreachable"
         assert [service for service in METADATA_SERVICES if guest.can_reach(service, 80)] == []
 
 
@@ -51,37 +51,37 @@ async def test_metadata_services_are_unreachable_unless_allowed(policy: NetworkP
 async def test_an_allowed_metadata_address_opens_no_other(service: str) -> None:
     async with world() as w:
         guest = w.guest(await w.pool.take(NetworkPolicy(allow_out=["0.0.0.0/0", service])))
-        w.keep(w.elsewhere().listen(80))
+        w.keep(w.outside_machine().listen(80))
         assert guest.can_reach(service, 80, timeout=20)
         assert [each for each in METADATA_SERVICES if each != service and guest.can_reach(each, 80)] == []
 
 
 @pytest.mark.parametrize(
-    ("policy", "reached"),
+    ("policy", "is_reachable"),
     [
         (OPEN, True),
-        (EVERYTHING, True),
+        (ALL_ADDRESSES, True),
         (NetworkPolicy(deny_out=["168.63.129.0/24"]), False),
         (NetworkPolicy(allow_internet=False), False),
         (NetworkPolicy(allow_internet=False, allow_out=["10.0.0.0/8"]), False),
     ],
 )
-async def test_a_name_server_at_a_metadata_address_answers_only_dns(policy: NetworkPolicy, reached: bool) -> None:
+async def test_a_name_server_at_a_metadata_address_answers_only_dns(policy: NetworkPolicy, is_reachable: bool) -> None:
     async with world(dns=[AZURE]) as w:
         guest = w.guest(await w.pool.take(policy))
-        elsewhere = w.elsewhere()
+        elsewhere = w.outside_machine()
         for port in (80, 53):
             w.keep(elsewhere.listen(port))
-        assert guest.can_reach(AZURE, 53, timeout=20 if reached else 0.8) is reached
+        assert guest.can_reach(AZURE, 53, timeout=20 if is_reachable else 0.8) is is_reachable
         assert not guest.can_reach(METADATA, 53)
         assert not guest.can_reach(AZURE, 80)
 
 
-@pytest.mark.parametrize("policy", [OPEN, EVERYTHING, HALVES, NEIGHBOURS])
+@pytest.mark.parametrize("policy", [OPEN, ALL_ADDRESSES, HALVES, NEIGHBOURS])
 def test_jail_rules_block_metadata_before_they_allow_anything(policy: NetworkPolicy) -> None:
     bridge = Bridge(CommandRunner(), name="sbxbr", prefix="sbx", subnet="10.231.0.0/16")
     rules = jail_rules(bridge, bridge.epair(7), policy, ["9.9.9.9"]).splitlines()
-    allowed = next(at for at, rule in enumerate(rules) if rule.startswith("pass in"))
+    allowed = next(index for index, rule in enumerate(rules) if rule.startswith("pass in"))
     for network in ("169.254.0.0/16", "100.100.100.200/32", "168.63.129.16/32", "192.0.0.192/32"):
         assert rules.index(f"block return in quick on sbxbr inet from 10.231.0.7 to {network}") < allowed
 
@@ -90,35 +90,35 @@ def test_jail_rules_open_explicitly_allowed_metadata() -> None:
     bridge = Bridge(CommandRunner(), name="sbxbr", prefix="sbx", subnet="10.231.0.0/16")
     policy = NetworkPolicy(allow_out=["0.0.0.0/0", "169.254.170.2"])
     rules = jail_rules(bridge, bridge.epair(7), policy, [AZURE]).splitlines()
-    here = "quick on sbxbr inet"
-    block = rules.index(f"block return in {here} from 10.231.0.7 to 169.254.0.0/16")
-    for opened in (
-        f"pass in {here} from 10.231.0.7 to 169.254.170.2/32",
-        f"pass in {here} proto udp from 10.231.0.7 to {AZURE}/32 port 53",
+    suffix = "quick on sbxbr inet"
+    block = rules.index(f"block return in {suffix} from 10.231.0.7 to 169.254.0.0/16")
+    for rule in (
+        f"pass in {suffix} from 10.231.0.7 to 169.254.170.2/32",
+        f"pass in {suffix} proto udp from 10.231.0.7 to {AZURE}/32 port 53",
     ):
-        assert rules.index(opened) < block
-    assert rules.index(f"pass in {here} from 10.231.0.7 to any") > block
+        assert rules.index(rule) < block
+    assert rules.index(f"pass in {suffix} from 10.231.0.7 to any") > block
 
 
 # --- tables that all namespaces share --------------------------------------------------------------------------
 
-FEW = 300
+MAX_TEST_CONNECTIONS = 300
 BLACK_HOLE = 9
 
 
-def run_in(space: Path, *argv: str) -> str:
-    """The output of a command in a network namespace."""
-    argv = ("nsenter", f"--net={space}", *argv)
+def run_in_namespace(namespace: Path, *argv: str) -> str:
+    """Run a command in a network namespace. Returns its output."""
+    argv = ("nsenter", f"--net={namespace}", *argv)
     return subprocess.run(argv, capture_output=True, text=True, check=True, timeout=20).stdout
 
 
-def connections_in_slot(slot: Slot) -> int:
-    """Entries in the connection table of the slot's own namespace."""
+def count_connections_in_slot(slot: Slot) -> int:
+    """Return the number of entries in the connection table of the slot's namespace."""
     return run_inside(slot.path, lambda: int(Path("/proc/sys/net/netfilter/nf_conntrack_count").read_text()))
 
 
-def connections_on_host(slot: Slot) -> int:
-    """Entries in the host's connection table that the slot's sandbox made."""
+def count_connections_on_host(slot: Slot) -> int:
+    """Return the number of entries for the slot in the connection table of the host."""
     with Path("/proc/net/nf_conntrack").open() as table:
         return sum(f" src={slot.host_address} " in line for line in table)
 
@@ -153,54 +153,53 @@ def send_syns(guest: Guest, address: str, count: int) -> None:
 async def test_a_connection_flood_does_not_fill_the_host_tables(
     flood: Callable[[Guest, str, int], None], target: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(rules, "MAX_CONNECTIONS", FEW, raising=False)
+    monkeypatch.setattr(rules, "MAX_CONNECTIONS", MAX_TEST_CONNECTIONS, raising=False)
 
     async with world() as w:
         slot, other = await w.pool.take(OPEN), await w.pool.take(OPEN)
         guest, neighbour = w.guest(slot), w.guest(other)
-        elsewhere = w.elsewhere()
-        swallow = f"add rule ip t i tcp dport {BLACK_HOLE} drop"
+        elsewhere = w.outside_machine()
+        drop_rule = f"add rule ip t i tcp dport {BLACK_HOLE} drop"
         chain = "add table ip t; add chain ip t i { type filter hook input priority 0; }"
-        run_in(elsewhere.path, "nft", f"{chain}; {swallow}")
+        run_in_namespace(elsewhere.path, "nft", f"{chain}; {drop_rule}")
         server = w.keep(elsewhere.listen(80))
         client = w.keep(guest.connect(elsewhere.address, 80))
         accepted = w.keep(server.accept()[0])
 
         address = elsewhere.address if target == "elsewhere" else GATEWAY_ADDRESS
-        run_inside(guest.path, lambda: flood(guest, address, 5 * FEW))
-        assert connections_in_slot(slot) <= FEW + 10
-        assert connections_on_host(slot) <= FEW + 10
+        run_inside(guest.path, lambda: flood(guest, address, 5 * MAX_TEST_CONNECTIONS))
+        assert count_connections_in_slot(slot) <= MAX_TEST_CONNECTIONS + 10
+        assert count_connections_on_host(slot) <= MAX_TEST_CONNECTIONS + 10
 
         client.sendall(b"on")
-        assert accepted.recv(2) == b"on", "what is open goes on"
-        if connections_in_slot(slot) >= FEW:
+        assert accepted.recv(2) == b"on", "existing connections no longer work"
+        if count_connections_in_slot(slot) >= MAX_TEST_CONNECTIONS:
             with pytest.raises(OSError, match="No route to host"):
                 guest.connect(elsewhere.address, 80)
-        assert neighbour.can_reach(elsewhere.address, 80, timeout=20), "others notice nothing"
+        assert neighbour.can_reach(elsewhere.address, 80, timeout=20), "another sandbox is affected"
 
 
 async def test_a_sandbox_has_at_most_4096_connections() -> None:
     async with world() as w:
         slot = await w.pool.take(OPEN)
         guest = w.guest(slot)
-        elsewhere = w.elsewhere()
+        elsewhere = w.outside_machine()
         run_inside(guest.path, lambda: send_datagrams(guest, elsewhere.address, 12_000))
-        for table in (connections_in_slot(slot), connections_on_host(slot)):
+        for table in (count_connections_in_slot(slot), count_connections_on_host(slot)):
             assert 2_000 < table <= 4_106
 
 
 async def test_unseen_resets_do_not_raise_the_limit(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """A reset may reach only the slot. Then the slot forgets the connection within seconds, but the host only after
-    days."""
-    monkeypatch.setattr(rules, "MAX_CONNECTIONS", FEW, raising=False)
+    """A reset that reaches only the slot removes the connection there, but not on the host, which keeps it for days."""
+    monkeypatch.setattr(rules, "MAX_CONNECTIONS", MAX_TEST_CONNECTIONS, raising=False)
 
     async with world() as w:
         slot = await w.pool.take(OPEN)
         run_inside(slot.path, lambda: Path("/proc/sys/net/netfilter/nf_conntrack_tcp_timeout_close").write_text("0"))
         guest = w.guest(slot)
-        elsewhere = w.elsewhere()
+        elsewhere = w.outside_machine()
         server = w.keep(elsewhere.listen(80))
 
         def connect_and_vanish() -> None:
@@ -209,26 +208,26 @@ async def test_unseen_resets_do_not_raise_the_limit(
             client.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
             client.close()
 
-        refused = 0
-        for _ in range(2 * FEW):
+        refused_count = 0
+        for _ in range(2 * MAX_TEST_CONNECTIONS):
             try:
                 run_inside(guest.path, connect_and_vanish)
                 w.keep(server.accept()[0])
             except OSError:
-                refused += 1
-                if refused > 20:
+                refused_count += 1
+                if refused_count > 20:
                     break
-        assert FEW // 2 < connections_on_host(slot) <= FEW + 10
+        assert MAX_TEST_CONNECTIONS // 2 < count_connections_on_host(slot) <= MAX_TEST_CONNECTIONS + 10
 
         await w.pool.release(slot)
         for _ in range(2000):
-            if not slot.path.exists() and not connections_on_host(slot):
+            if not slot.path.exists() and not count_connections_on_host(slot):
                 break
             await asyncio.sleep(0.02)
-        assert connections_on_host(slot) == 0, "the next sandbox at this address starts from nothing"
+        assert count_connections_on_host(slot) == 0, "the next sandbox at this address inherits connections"
 
 
-async def test_forged_senders_take_no_entry_of_the_neighbour_table() -> None:
+async def test_forged_senders_do_not_fill_the_neighbour_table() -> None:
     async with world() as w:
         slot = await w.pool.take(OPEN)
         tap = run_inside(slot.path, lambda: open_tap(slot.tap))
@@ -239,7 +238,7 @@ async def test_forged_senders_take_no_entry_of_the_neighbour_table() -> None:
                 request = struct.pack(">HHBBH", 1, 0x800, 6, 4, 1) + mac + sender
                 request += bytes(6) + socket.inet_aton(GATEWAY_ADDRESS)
                 os.write(tap, (b"\xff" * 6 + mac + b"\x08\x06" + request).ljust(60, b"\0"))
-            known = run_in(slot.path, "ip", "neigh", "show", "dev", slot.tap)
+            entries = run_in_namespace(slot.path, "ip", "neigh", "show", "dev", slot.tap)
         finally:
             os.close(tap)
-        assert "10.99." not in known
+        assert "10.99." not in entries

@@ -1,4 +1,4 @@
-"""Root in a real machine stops the agent and listens in its place: the gateway keeps serving others."""
+"""Root in a real machine replaces the agent with another program. The gateway keeps serving other sandboxes."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from tests.security.hostile import check_others_are_served
 from tests.support.gateway import TEMPLATE, Gateway
 from tests.support.waiting import eventually
 
-# It answers every request with 200 KB in which each quote looks like the beginning of a string.
+# A program that responds to every request with 200 KB in which each quote looks like the beginning of a string.
 HOSTILE = """
 import socket, threading
 BODY = b'"' + bytes([92])
@@ -39,13 +39,13 @@ _SECONDS = 280
 
 @pytest.fixture
 def evil(shared_gateway: Gateway, template: str) -> Iterator[str]:
-    """The id of a sandbox in which another program answers in the agent's place."""
-    made = shared_gateway.call("POST", "/sandboxes", {"templateID": TEMPLATE, "timeout": -1})
-    id: str = made["sandboxID"]
+    """The id of a sandbox in which another program has replaced the agent."""
+    created = shared_gateway.call("POST", "/sandboxes", {"templateID": TEMPLATE, "timeout": -1})
+    id: str = created["sandboxID"]
     program = base64.b64encode(HOSTILE.encode()).decode()
     write = f"echo {program} | base64 -d > /root/hostile.py"
     shared_gateway.sh(id, f"{write}; setsid sh -c '{_REPLACE}' </dev/null >/dev/null 2>&1 &")
-    eventually(lambda: "invalid answer" in _ping(shared_gateway, id), 120)
+    eventually(lambda: "invalid response" in _ping(shared_gateway, id), 120)
     yield id
     shared_gateway.call("DELETE", f"/sandboxes/{id}")
 
@@ -69,15 +69,15 @@ def test_the_gateway_keeps_serving_others(shared_gateway: Gateway, evil: str) ->
             (f"/sandboxes/{evil}/snapshots", {"name": "of-evil-memory"}, 201),
             (f"/sandboxes/{evil}/pause", {"memory": False}, 500),
         ):
-            answer = check_others_are_served(gateway.client, _post(gateway, route, body))
-            assert answer.status_code == status, (route, answer.text)
-            assert len(answer.content) < 10_000
-        seen = check_others_are_served(
+            response = check_others_are_served(gateway.client, _post(gateway, route, body))
+            assert response.status_code == status, (route, response.text)
+            assert len(response.content) < 10_000
+        sandbox_response = check_others_are_served(
             gateway.client, lambda: gateway.client.get(f"/sandboxes/{evil}", timeout=_SECONDS)
         )
-        assert seen.status_code == 200 and seen.json()["diverged"] is None
+        assert sandbox_response.status_code == 200 and sandbox_response.json()["diverged"] is None
         assert gateway.execute(other, "echo", "served")["stdout"] == "served\n"
-        # This sandbox receives its identity as well, if it answers.
+        # The fork must also receive an identity, so its agent must respond.
         fork = check_others_are_served(
             gateway.client, _post(gateway, "/snapshots/of-evil-memory/fork", {"name": "evil-fork"})
         )

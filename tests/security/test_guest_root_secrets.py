@@ -1,4 +1,4 @@
-"""Root in a sandbox, or a user of the host, looks for the password of the host's proxy."""
+"""Root in a sandbox, or a user of the host, searches for the password of the host's proxy."""
 
 from __future__ import annotations
 
@@ -10,35 +10,35 @@ from sandbox_gateway.hosts.kvm_xfs.template import apt, debian
 
 PASSWORD = "s3cret-of-the-proxy"
 OPTIONS = [f'Acquire::https::Proxy "http://user:{PASSWORD}@127.0.0.1:9"', 'Acquire::Retries "1"']
-"""The mirror speaks HTTP, which does not use that proxy."""
+"""The mirror uses HTTP, so this proxy for HTTPS is not used."""
 
 
 def test_the_proxy_password_is_in_no_template_and_no_command_line(need_root: None, tmp_path: Path) -> None:
-    seen: set[str] = set()
-    done = threading.Event()
+    found_lines: set[str] = set()
+    stopped = threading.Event()
 
     def read_command_lines() -> None:
-        """Like `ps`."""
-        while not done.wait(0.05):
+        """Collect command lines until the build ends, as `ps` does."""
+        while not stopped.wait(0.05):
             for entry in Path("/proc").glob("[0-9]*"):
                 try:
                     line = (entry / "cmdline").read_text(errors="replace")
                 except OSError:
                     continue
-                seen.update({"mmdebstrap"} if "mmdebstrap" in line and str(tmp_path) in line else ())
-                seen.update({line} if PASSWORD in line else ())
+                found_lines.update({"mmdebstrap"} if "mmdebstrap" in line and str(tmp_path) in line else ())
+                found_lines.update({line} if PASSWORD in line else ())
 
     watcher = threading.Thread(target=read_command_lines)
     watcher.start()
     try:
         asyncio.run(run_build(tmp_path))
     finally:
-        done.set()
+        stopped.set()
         watcher.join()
-    assert seen == {"mmdebstrap"}
-    made = (tmp_path / "rootfs.tar").read_bytes()
-    assert b"Acquire::Retries" in made, "the options without a password stay in the template"
-    assert PASSWORD.encode() not in made
+    assert found_lines == {"mmdebstrap"}
+    archive = (tmp_path / "rootfs.tar").read_bytes()
+    assert b"Acquire::Retries" in archive, "the options without a password stay in the template"
+    assert PASSWORD.encode() not in archive
 
 
 async def run_build(work: Path) -> None:

@@ -1,4 +1,4 @@
-"""Root in a sandbox chooses text that a gateway repeats; somebody reads it at a terminal."""
+"""Root in a sandbox controls text that the gateway repeats and that a user reads in a terminal."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from sandbox_gateway.errors import BackendFailed
 EVIL = "\x1b]0;owned\x07\x1b[2J\x1b[31mred\x1b[0m \x9b2J\r\x08\x7f\u202eevil\u2066\u200b\u2028\x00\udc80 text"
 
 
-def _is_clean(text: str) -> None:
+def _check_clean(text: str) -> None:
     assert all(char.isprintable() or char in "\n\t" for char in text), ascii(text)
 
 
 @pytest.mark.parametrize(
-    ("given", "left"),
+    ("text", "expected"),
     [
         ("plain: ä € 😀 \t\n", "plain: ä € 😀 \t\n"),
         ("\x1b[1;31mred\x1b[0m", "red"),
@@ -35,14 +35,14 @@ def _is_clean(text: str) -> None:
         (EVIL, "red 2Jevil text"),
     ],
 )
-def test_terminal_codes_are_removed(given: str, left: str) -> None:
-    assert remove_control_characters(given) == left
-    _is_clean(remove_control_characters(given))
+def test_terminal_codes_are_removed(text: str, expected: str) -> None:
+    assert remove_control_characters(text) == expected
+    _check_clean(remove_control_characters(text))
 
 
 @pytest.mark.parametrize("piece", ["\x1b[", "\x1b]", "\x1b", "\x1b[0", "\x1b]\x1b", "\x1b[;", "\x1bP\x1b]"])
 def test_removal_takes_linear_time(piece: str) -> None:
-    """A quadratic search would take hours."""
+    """A quadratic algorithm would take hours."""
     assert len(remove_control_characters(piece * (4_000_000 // len(piece)))) < 4_000_000
 
 
@@ -53,20 +53,20 @@ def test_gateway_errors_contain_no_terminal_codes() -> None:
 
 def test_escaped_json_has_the_same_meaning() -> None:
     document = json.dumps({"a": EVIL + "\U000e0041ä"}, ensure_ascii=False)
-    _is_clean(escape_control_characters(document))
+    _check_clean(escape_control_characters(document))
     assert json.loads(escape_control_characters(document)) == json.loads(document)
     assert "ä" in escape_control_characters(document)
 
 
 @pytest.fixture
 def evil_gateway(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A gateway whose answers all contain hostile text, as an older gateway might pass it on."""
+    """A gateway whose responses all contain hostile text. An older gateway might forward such text."""
 
     def answer_call(_: object, method: str, route: str, *__: Any, **___: Any) -> Any:
         if route.endswith("/exec"):
             return {"exitCode": 0, "stdout": "\x1b[31mred\x1b[0m", "stderr": "\x1b[0m", "timedOut": False}
         if method == "DELETE":
-            raise failure.failure_from_answer(409, {"kind": "in_use", "message": EVIL, "blockers": [EVIL]})
+            raise failure.failure_from_response(409, {"kind": "in_use", "message": EVIL, "blockers": [EVIL]})
         return {"name": "one", "description": EVIL, "stuck": [EVIL], "metadata": {EVIL: EVIL}, "names": [EVIL]}
 
     def events(*_: Any) -> Iterator[tuple[str, dict[str, Any]]]:
@@ -87,7 +87,7 @@ def test_sandboxctl_prints_no_terminal_codes(
         sandboxctl.main()
     out, err = capsys.readouterr()
     assert "text" in out + err
-    _is_clean(out + err)
+    _check_clean(out + err)
     if words == "events":
         assert len(out.splitlines()) == 1
 
@@ -114,4 +114,4 @@ def test_lists_trees_and_logs_contain_no_terminal_codes(capsys: pytest.CaptureFi
     progress.follow_log(iter([EVIL]), "building")
     out, err = capsys.readouterr()
     assert out.count("text") >= 6 and err.count("text") == 2
-    _is_clean(out + err)
+    _check_clean(out + err)

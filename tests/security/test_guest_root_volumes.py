@@ -1,5 +1,7 @@
-"""Root in a sandbox attacks the server of its volume: the abilities of a compromised server, and what it reveals and
-serves of other volumes. See ``tests.kvm_xfs.test_volume_server`` for made-up paths, names and handles.
+"""Root in a sandbox attacks the server of its volume.
+
+The tests check the rights of a compromised server, and that it does not reveal or serve other volumes. Tests in
+``tests.kvm_xfs.test_volume_server`` cover invalid paths, names and handles.
 """
 
 from __future__ import annotations
@@ -21,7 +23,7 @@ from sandbox_gateway.hosts.kvm_xfs.qemu.cgroup import CONTROLLERS, Cgroups
 from tests.kvm_xfs.test_netns import run_inside
 from tests.kvm_xfs.test_volume_server import CUT_OFF, kill_process, nfs_status, run_command, setup
 from tests.support import nfs3
-from tests.support.nfs3 import Mount, NfsError, Refused
+from tests.support.nfs3 import Mount, NfsError, RpcRejected
 from tests.support.waiting import eventually
 
 pytestmark = pytest.mark.usefixtures("need_root")
@@ -33,7 +35,7 @@ def process_status(pid: int) -> dict[str, str]:
 
 
 def shares_namespace(pid: int, space: str) -> bool:
-    """Whether a process shares a kind of namespace with this one."""
+    """Return whether a process shares the namespace of kind ``space`` with this process."""
     return Path(f"/proc/{pid}/ns/{space}").samefile(f"/proc/self/ns/{space}")
 
 
@@ -41,12 +43,12 @@ async def test_a_server_has_few_rights_and_cannot_gain_more(xfs_root: Path) -> N
     async with setup(xfs_root) as s:
         volume, (slot, _) = await s.volume(), await s.guest()
         await volume.serve({slot: False})
-        found = process_status(volume.pid)
-        assert found["Seccomp"] == "2"
-        assert found["NoNewPrivs"] == "1"
+        status = process_status(volume.pid)
+        assert status["Seccomp"] == "2"
+        assert status["NoNewPrivs"] == "1"
         for kind in ("CapEff", "CapPrm", "CapBnd"):
-            assert int(found[kind], 16) == 0b11011111, "to act for users of the guests, no more"
-        assert int(found["CapInh"], 16) == int(found["CapAmb"], 16) == 0
+            assert int(status[kind], 16) == 0b11011111, "only the capabilities to act for users of the guests"
+        assert int(status["CapInh"], 16) == int(status["CapAmb"], 16) == 0
         for space in ("mnt", "pid", "ipc", "uts", "net"):
             assert not shares_namespace(volume.pid, space), space
 
@@ -55,23 +57,23 @@ async def test_a_server_is_limited_by_its_control_groups(xfs_root: Path) -> None
     async with setup(xfs_root) as s:
         volume, (slot, _) = await s.volume(), await s.guest()
         await volume.serve({slot: False})
-        offered = Cgroups(s.network.prefix, "volumes")._hierarchies
-        assert offered, "this machine lends no cgroup controllers, so no limit can be tested"
-        mine = await asyncio.to_thread(Path(f"/proc/{volume.pid}/cgroup").read_text)
+        hierarchies = Cgroups(s.network.prefix, "volumes")._hierarchies
+        assert hierarchies, "this machine has no usable cgroup controllers, so limits cannot be tested"
+        membership = await asyncio.to_thread(Path(f"/proc/{volume.pid}/cgroup").read_text)
         for controller in CONTROLLERS:
-            if hierarchy := offered.get(controller):
+            if hierarchy := hierarchies.get(controller):
                 name = controller if hierarchy.version == 1 else ""
-                line = next(line for line in mine.splitlines() if name in line.split(":")[1].split(","))
+                line = next(line for line in membership.splitlines() if name in line.split(":")[1].split(","))
                 assert line.split(":")[2].endswith(f"/{s.network.prefix}-volumes/{volume.id}")
-        if hierarchy := offered.get("memory"):
+        if hierarchy := hierarchies.get("memory"):
             file = "memory.max" if hierarchy.version == 2 else "memory.limit_in_bytes"
             group = hierarchy.mount / f"{s.network.prefix}-volumes" / volume.id
             assert int((group / file).read_text()) == 1 << 30
-        if hierarchy := offered.get("pids"):
+        if hierarchy := hierarchies.get("pids"):
             group = hierarchy.mount / f"{s.network.prefix}-volumes" / volume.id
             assert int((group / "pids.max").read_text()) == 512
         await s.servers.stop(volume.id)
-        for hierarchy in offered.values():
+        for hierarchy in hierarchies.values():
             assert not (hierarchy.mount / f"{s.network.prefix}-volumes" / volume.id).exists()
 
 
@@ -88,7 +90,7 @@ print(json.dumps(reached))
 """
 
 
-async def test_a_compromised_server_reaches_no_agent_or_other_service(xfs_root: Path) -> None:
+async def test_a_compromised_server_cannot_reach_other_services(xfs_root: Path) -> None:
     """The attack runs as root in the server's network namespace, without its seccomp filter."""
 
     async with setup(xfs_root) as s:
@@ -147,31 +149,31 @@ print("threads and sockets work" if done else "no thread")
 """
 
 
-@pytest.mark.skipif(os.uname().machine != "x86_64", reason="the calls are named by x86_64's numbers")
+@pytest.mark.skipif(os.uname().machine != "x86_64", reason="the system call numbers are those of x86_64")
 def test_the_seccomp_filter_blocks_privilege_escalation() -> None:
-    done = subprocess.run([sys.executable, "-c", FORBIDDEN], capture_output=True, text=True, timeout=60)
-    assert (done.stdout, done.stderr) == ("threads and sockets work\n", "")
+    result = subprocess.run([sys.executable, "-c", FORBIDDEN], capture_output=True, text=True, timeout=60)
+    assert (result.stdout, result.stderr) == ("threads and sockets work\n", "")
 
 
 async def test_a_foreign_volume_cannot_be_mounted_or_read_by_handle(xfs_root: Path) -> None:
     async with setup(xfs_root) as s:
-        mine, other = await s.volume(), await s.volume()
+        own, other = await s.volume(), await s.volume()
         (a, guest), (b, owner) = await s.guest(), await s.guest()
-        await mine.serve({a: False})
+        await own.serve({a: False})
         await other.serve({b: False})
         root = other.mount_volume(owner)
         secret = other.connect_nfs(owner).create(root, "secret")
         other.connect_nfs(owner).write(secret, b"secret")
-        assert nfs_status(mine.mount_volume, guest, f"/{other.id}") != nfs3.OK
+        assert nfs_status(own.mount_volume, guest, f"/{other.id}") != nfs3.OK
         with pytest.raises(CUT_OFF):
             other.mount_volume(guest, seconds=0.7)
         with pytest.raises(CUT_OFF):
             other.connect_nfs(guest, seconds=0.7)
-        with pytest.raises((NfsError, Refused)):
-            mine.connect_nfs(guest).read(secret)
+        with pytest.raises((NfsError, RpcRejected)):
+            own.connect_nfs(guest).read(secret)
 
 
-async def test_the_export_list_names_no_other_sandbox(xfs_root: Path) -> None:
+async def test_the_export_list_does_not_name_other_sandboxes(xfs_root: Path) -> None:
     async with setup(xfs_root) as s:
         volume = await s.volume()
         (a, guest), (b, reader), (c, _) = await s.guest(), await s.guest(), await s.guest()
@@ -182,9 +184,9 @@ async def test_the_export_list_names_no_other_sandbox(xfs_root: Path) -> None:
             with run_inside(each.path, lambda: Mount(GATEWAY_ADDRESS, volume.port + 1)) as mount:
                 ((path, clients),) = mount.exports()
             assert path == f"/{volume.id}"
-            told = {ipaddress.IPv4Interface(client).ip for client in clients}
-            # In the sandboxes' network, the list contains only the host's own address on the servers' link.
-            assert {str(address) for address in told if address in subnet} <= {volume_gateway(s.network)}
+            listed_addresses = {ipaddress.IPv4Interface(client).ip for client in clients}
+            # From the network of the sandboxes, the list contains only the address of the host on the servers' link.
+            assert {str(address) for address in listed_addresses if address in subnet} <= {volume_gateway(s.network)}
 
 
 async def test_restarts_of_a_crashing_server_are_delayed(xfs_root: Path) -> None:

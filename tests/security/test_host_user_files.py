@@ -1,4 +1,4 @@
-"""An ordinary user of the host, or a guest that has broken into a process that serves it, looks for others' files."""
+"""An ordinary user of the host, or a guest that broke into the process that serves it, searches for files of others."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from tests.support.live import Live
 SECRETS = {"SANDBOX_GATEWAY_TOKEN": "s3cret", "https_proxy": "http://user:s3cret@proxy", "NOTIFY_SOCKET": "/run/notify"}
 NOBODY = 65534
 
-# Paths are not secret: `ps` shows those of a machine's files.
+# Paths are not secret, because `ps` shows the paths of a machine's files.
 READ = """
 import json, sys
 found = []
@@ -35,8 +35,8 @@ print(json.dumps(found))
 
 
 def readable_files(paths: list[Path]) -> list[str]:
-    """The files that a user without any rights can read."""
-    done = subprocess.run(
+    """Return the files that a user without any rights can read."""
+    result = subprocess.run(
         ["/usr/bin/python3", "-I", "-c", READ],
         input=json.dumps([str(path) for path in paths]),
         user=NOBODY,
@@ -48,8 +48,8 @@ def readable_files(paths: list[Path]) -> list[str]:
         timeout=60,
         check=True,
     )
-    found: list[str] = json.loads(done.stdout)
-    return found
+    readable: list[str] = json.loads(result.stdout)
+    return readable
 
 
 def list_files(gateway: Gateway) -> list[Path]:
@@ -58,23 +58,23 @@ def list_files(gateway: Gateway) -> list[Path]:
 
 @pytest.fixture
 def gateway_with_secrets(gateway: Callable[..., Gateway], monkeypatch: pytest.MonkeyPatch) -> Gateway:
-    """A gateway that was started with secrets in its environment, with one object of each kind."""
+    """A gateway with secrets in its environment and with an object of each kind."""
     for name, value in SECRETS.items():
         monkeypatch.setenv(name, value)
-    made = gateway()
-    made.call("POST", "/volumes", {"name": "data", "sizeMB": 64})
+    created = gateway()
+    created.call("POST", "/volumes", {"name": "data", "sizeMB": 64})
     mounts = [{"name": "data", "path": "/data"}]
-    made.call("POST", "/sandboxes", {"templateID": TEMPLATE, "name": "box", "timeout": -1, "volumeMounts": mounts})
-    made.call("POST", "/sandboxes/box/snapshots", {"name": "mark", "volumes": ["data"]})
-    made.call("POST", "/volumes/data/snapshots", {"name": "alone"})
-    made.call("POST", "/sandboxes", {"templateID": TEMPLATE, "name": "sleeps", "timeout": -1})
-    made.call("POST", "/sandboxes/sleeps/pause")
-    return made
+    created.call("POST", "/sandboxes", {"templateID": TEMPLATE, "name": "box", "timeout": -1, "volumeMounts": mounts})
+    created.call("POST", "/sandboxes/box/snapshots", {"name": "mark", "volumes": ["data"]})
+    created.call("POST", "/volumes/data/snapshots", {"name": "alone"})
+    created.call("POST", "/sandboxes", {"templateID": TEMPLATE, "name": "sleeps", "timeout": -1})
+    created.call("POST", "/sandboxes/sleeps/pause")
+    return created
 
 
 def test_a_host_user_cannot_read_the_gateways_files(gateway_with_secrets: Gateway) -> None:
-    found = list_files(gateway_with_secrets)
-    names = {path.name for path in found}
+    files = list_files(gateway_with_secrets)
+    names = {path.name for path in files}
     assert names >= {
         "kernel",
         "initrd",
@@ -85,7 +85,7 @@ def test_a_host_user_cannot_read_the_gateways_files(gateway_with_secrets: Gatewa
         "manifest.json",
         "secret",
     }
-    assert readable_files(found) == []
+    assert readable_files(files) == []
     assert readable_files(list(session.cache_dir().glob("rootfs-*.tar"))) == []
 
 
@@ -104,9 +104,9 @@ def test_open_permissions_of_an_older_release_are_tightened(gateway_with_secrets
 
 
 def test_processes_for_guests_have_no_secret_in_their_environment(gateway_with_secrets: Gateway) -> None:
-    gateway = {name: pid for pid, name in processes_with(str(gateway_with_secrets.state_root))}
-    assert any("qemu" in name for name in gateway) and any("ganesha" in name for name in gateway)
-    for name, pid in gateway.items():
+    processes = {name: pid for pid, name in processes_with(str(gateway_with_secrets.state_root))}
+    assert any("qemu" in name for name in processes) and any("ganesha" in name for name in processes)
+    for name, pid in processes.items():
         settings = Path(f"/proc/{pid}/environ").read_text().split("\0")
         assert {setting.partition("=")[0] for setting in settings} <= {"", "PATH", "TMPDIR", "LC_ALL"}, name
 
@@ -120,26 +120,26 @@ def test_commands_have_no_secret_in_their_environment(monkeypatch: pytest.Monkey
 
 
 def processes_with(path: str) -> list[tuple[int, str]]:
-    """(pid, program) of those with ``path`` in their command line."""
-    found = []
+    """Return (pid, program) of the processes with ``path`` in their command line."""
+    processes = []
     for entry in Path("/proc").glob("[0-9]*"):
         try:
             words = (entry / "cmdline").read_text().split("\0")
         except OSError:
             continue
         if any(f"{path}/" in word for word in words):
-            found.append((int(entry.name), Path(words[0]).name))
-    return found
+            processes.append((int(entry.name), Path(words[0]).name))
+    return processes
 
 
 def test_a_host_user_cannot_run_a_jails_programs(jail_zfs_world: JailZfsWorld) -> None:
-    """Root in a jail can create a program that runs as root for any user who starts it."""
+    """Root in a jail can create a set-user-ID program, which would run as root for any user of the host."""
     live = Live(jail_zfs_world.host(config := jail_zfs_world.config()), config)
     try:
         host: Any = live.engine.host
         for name in ("sandboxes", "retired", "volumes"):
-            place = host._storage.root.mountpoint / name
-            assert place.stat().st_mode & 0o777 == 0o700, name
+            directory = host._storage.root.mountpoint / name
+            assert directory.stat().st_mode & 0o777 == 0o700, name
     finally:
         live.close()
         jail_zfs_world.forget(config)

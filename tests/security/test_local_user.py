@@ -1,4 +1,4 @@
-"""Attacker: a user without rights on the machine where a developer runs `./dev`. Target: root."""
+"""A user without rights attacks root on the machine where a developer runs `./dev`."""
 
 from __future__ import annotations
 
@@ -21,17 +21,17 @@ _NOBODY = 65534
 def test_a_foreign_state_directory_is_refused(
     need_root: None, tmp_path: Path, variable: str, command: str, kind: str
 ) -> None:
-    """For example, a user made /var/tmp/grove-sandbox before the first demo, with a virtual environment in it."""
-    state, ran = tmp_path / "state", tmp_path / "ran"
-    place = tmp_path / "theirs" if kind == "link" else state
-    python = place / "gateway" / "venv" / "bin" / "python"
+    """For example, a user created /var/tmp/grove-sandbox with a virtual environment before the first demo."""
+    state, marker = tmp_path / "state", tmp_path / "ran"
+    directory = tmp_path / "theirs" if kind == "link" else state
+    python = directory / "gateway" / "venv" / "bin" / "python"
     python.parent.mkdir(parents=True)
-    python.write_text(f"#!/bin/sh\ntouch {ran}\n")
+    python.write_text(f"#!/bin/sh\ntouch {marker}\n")
     python.chmod(0o755)
     if kind == "link":
-        state.symlink_to(place)
+        state.symlink_to(directory)
     os.chown(state, _NOBODY, _NOBODY, follow_symlinks=False)
-    done = subprocess.run(
+    result = subprocess.run(
         [str(session.REPOSITORY / "dev"), command],
         env={**os.environ, variable: str(state)},
         capture_output=True,
@@ -39,6 +39,6 @@ def test_a_foreign_state_directory_is_refused(
         timeout=60,
         check=False,
     )
-    assert not ran.exists()
-    assert done.returncode == 1
-    assert f"'{state}' belongs to nobody, but root runs programs from it." in done.stderr
+    assert not marker.exists()
+    assert result.returncode == 1
+    assert f"'{state}' belongs to nobody, but root runs programs from it." in result.stderr

@@ -1,6 +1,6 @@
-"""A user of a jail host, without any rights there, connects to the agent of a jail from the gateway's own address.
+"""A user of a jail host, without any rights, connects to the agent of a jail from the address of the gateway.
 
-The agent is a process of this machine that takes the loopback address for its gateway.
+The agent is a process on this machine, and the loopback address is that of its gateway.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ sys.path.insert(0, sys.argv[1])
 from sandbox_agent import agent
 from sandbox_agent.machine import identity, system
 agent.Identity = functools.partial(identity.Identity, run=sys.argv[2])
-system.gateway_address = lambda: {ADDRESS!r}
-server, _ = agent.build({ADDRESS!r}, 0, 0, managed=False, line="")
+system.find_gateway_address = lambda: {ADDRESS!r}
+server, _ = agent.build_servers({ADDRESS!r}, 0, 0, managed=False, line="")
 print(server.port, flush=True)
 server.serve()
 """
@@ -70,7 +70,7 @@ def send_identity(port: int, key: str, monkeypatch: pytest.MonkeyPatch) -> Agent
     monkeypatch.setattr(agent_client, "AGENT_PORT", port)
     client = AgentClient(Endpoint(ADDRESS, key=key), TOKEN)
     identity = Identity("0123456789ab", "one", TOKEN, {}, [])
-    asyncio.run(client.identify(identity, seconds=20, gone=lambda: ""))
+    asyncio.run(client.identify(identity, seconds=20, end_reason=lambda: ""))
     return client
 
 
@@ -94,7 +94,7 @@ def test_a_local_user_cannot_claim_an_identified_jail(
     assert post(port, "/mounts", {"mounts": []}) == 401
     assert post(port, "/exec", RUN) == 401
     assert post(port, "/exec", RUN, {"X-Access-Token": "mine"}) == 401
-    assert asyncio.run(client.exec(["echo", "hello"])).stdout == b"hello\n", "the gateway goes on"
+    assert asyncio.run(client.exec(["echo", "hello"])).stdout == b"hello\n", "the gateway can no longer run commands"
 
 
 def test_even_the_gateway_needs_the_key(port: int, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -102,7 +102,7 @@ def test_even_the_gateway_needs_the_key(port: int, monkeypatch: pytest.MonkeyPat
         send_identity(port, "", monkeypatch)
 
 
-def test_only_root_has_the_key_which_changes_at_each_start(run_directory: Path) -> None:
+def test_only_root_can_read_the_key_which_changes_at_each_start(run_directory: Path) -> None:
     first = identity.gateway_key(run_directory)
     assert len(first) == 64
     assert stat.S_IMODE((run_directory / "gateway-key").stat().st_mode) == 0o600

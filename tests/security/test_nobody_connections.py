@@ -1,4 +1,4 @@
-"""Nobody, who has no key, opens connections and sends little or nothing on them; TCP and TLS."""
+"""A client without a key opens TCP and TLS connections, and sends little or no data."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ FILES = 400
 CONNECTIONS, PER_ADDRESS = 90, 40
 REQUEST_SECONDS, STALLED_SECONDS = 2, 3
 CUT_OFF_SECONDS = 45
-"""The longest time that a busy machine may take to notice."""
+"""The time within which the gateway must close connections, on a busy machine."""
 ATTACKER, OTHERS = "127.0.0.2", [f"127.0.0.{number}" for number in range(3, 20)]
 
 
@@ -52,11 +52,11 @@ class Target:
         self.sandbox: dict[str, Any] = {}
 
     def open_plain(self, source: str = ATTACKER) -> socket.socket:
-        """A TCP connection without a handshake."""
+        """Open a TCP connection, without a TLS handshake."""
         return socket.create_connection(("127.0.0.1", self.daemon.port), timeout=30, source_address=(source, 0))
 
     def open_connection(self, source: str = ATTACKER) -> socket.socket:
-        """A connection that can carry a request. Raises OSError when it was refused."""
+        """Open a connection for requests. Raises OSError if it is refused."""
         connection = self.open_plain(source)
         if self.tls is None:
             return connection
@@ -67,7 +67,7 @@ class Target:
             raise
 
     def make_client(self) -> httpx.Client:
-        """A client with a key, from its own address."""
+        """Return a client with a key, whose address is not the attacker's."""
         return httpx.Client(
             base_url=f"{'https' if self.tls else 'http'}://127.0.0.1:{self.daemon.port}",
             headers={"X-API-Key": ADMIN_KEY},
@@ -86,13 +86,13 @@ def _target(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory, certificate: dict[str, str]
 ) -> Iterator[Target]:
     tls = certificate if request.param == "tls" else {}
-    bounds = {
+    limits = {
         "connections": CONNECTIONS,
         "connections_per_address": PER_ADDRESS,
         "request_seconds": REQUEST_SECONDS,
         "stalled_seconds": STALLED_SECONDS,
     }
-    with Daemon(tmp_path_factory.mktemp("daemon"), files=FILES, **bounds, **tls) as daemon:
+    with Daemon(tmp_path_factory.mktemp("daemon"), files=FILES, **limits, **tls) as daemon:
         target = Target(daemon, tls.get("tls_cert", ""))
         target.sandbox = daemon.create_sandbox()
         yield target
@@ -100,7 +100,7 @@ def _target(
 
 @pytest.fixture
 def target(_target: Target) -> Iterator[Target]:
-    """Checks afterwards that no connection is left."""
+    """The target. Checks after the test that no connection is open."""
     yield _target
     eventually(lambda: _target.daemon.metric("sandbox_gateway_connections") == 0, seconds=CUT_OFF_SECONDS)
 
@@ -116,7 +116,7 @@ def request_head(request: str, *fields: str) -> bytes:
 
 
 def is_closed(connection: socket.socket) -> bool:
-    """Whether the gateway has closed it; reads any answer before that."""
+    """Return whether the gateway has closed the connection. Discards any response."""
     connection.settimeout(0.05)
     try:
         while connection.recv(65536):
@@ -128,50 +128,51 @@ def is_closed(connection: socket.socket) -> bool:
     return True
 
 
-def read_answer(connection: socket.socket, end: bytes) -> bytes:
-    answer = b""
-    while not answer.endswith(end):
+def read_response(connection: socket.socket, end: bytes) -> bytes:
+    response = b""
+    while not response.endswith(end):
         piece = connection.recv(65536)
-        assert piece, f"hung up after {answer!r}"
-        answer += piece
-    return answer
+        assert piece, f"hung up after {response!r}"
+        response += piece
+    return response
 
 
-def wait_until_cut_off(connection: socket.socket, meanwhile: Callable[[], object] = lambda: None) -> None:
+def wait_until_cut_off(connection: socket.socket, action: Callable[[], object] = lambda: None) -> None:
     def all_closed() -> bool:
         with contextlib.suppress(OSError):
-            meanwhile()
+            action()
         return is_closed(connection)
 
     eventually(all_closed, seconds=CUT_OFF_SECONDS)
 
 
 def test_silent_connections_are_closed(target: Target, open_connections: contextlib.ExitStack) -> None:
-    """Opens more connections than there are descriptors, from one address and then from many."""
-    held_open = [open_connections.enter_context(target.open_plain()) for _ in range(FILES + 100)]
+    """The attacker opens more connections than there are descriptors, from one address and then from many."""
+    connections = [open_connections.enter_context(target.open_plain()) for _ in range(FILES + 100)]
     target.check_others_are_served()
     assert target.daemon.metric("sandbox_gateway_connections") <= PER_ADDRESS + 1
-    held_open += [open_connections.enter_context(target.open_plain(source)) for _ in range(30) for source in OTHERS]
+    connections += [open_connections.enter_context(target.open_plain(source)) for _ in range(30) for source in OTHERS]
     target.daemon.check_health()
     assert target.daemon.metric("sandbox_gateway_connections") <= CONNECTIONS
     assert target.daemon.descriptors() < FILES // 2 + 50
-    refused = {
+    refused_counts = {
         reason: target.daemon.metric("sandbox_gateway_connections_ended_total", reason=reason)
         for reason in ("too many connections", "too many connections from one address")
     }
-    assert min(refused.values()) > 100
-    # They are still open, and their time is over.
-    eventually(lambda: all(map(is_closed, held_open)), seconds=CUT_OFF_SECONDS)
+    assert min(refused_counts.values()) > 100
+    # The remaining connections exceed their time limit.
+    eventually(lambda: all(map(is_closed, connections)), seconds=CUT_OFF_SECONDS)
     target.check_others_are_served()
 
 
 def test_reconnecting_clients_are_limited(target: Target, open_connections: contextlib.ExitStack) -> None:
     """The clients reconnect as soon as they are cut off."""
-    lines: list[socket.socket] = []
+    connections: list[socket.socket] = []
     deadline = time.monotonic() + 3 * REQUEST_SECONDS
     while time.monotonic() < deadline:
-        lines = [each for each in lines if not is_closed(each)] if len(lines) > 2 * PER_ADDRESS else lines
-        lines += [open_connections.enter_context(target.open_plain()) for _ in range(10)]
+        if len(connections) > 2 * PER_ADDRESS:
+            connections = [each for each in connections if not is_closed(each)]
+        connections += [open_connections.enter_context(target.open_plain()) for _ in range(10)]
         target.check_others_are_served()
 
 
@@ -191,7 +192,7 @@ BEGINNINGS = {
     "the next request": request_head("GET /health") + b"GET /health HTTP/1.1\r\nX-Long: ",
     "a body without a key": request_head("POST /sandboxes", "Content-Length: 1000000"),
     "chunks without a key": request_head("POST /sandboxes", "Transfer-Encoding: chunked") + b"f4240\r\n",
-    "a body nobody asked for": request_head("GET /health", "Content-Length: 1000000"),
+    "an unexpected body": request_head("GET /health", "Content-Length: 1000000"),
     "a body with a key": request_head("POST /sandboxes", f"X-API-Key: {ADMIN_KEY}", "Content-Length: 1000000")
     + b'{"name": "',
     "a body to a sandbox, without a key": request_head(
@@ -201,25 +202,26 @@ BEGINNINGS = {
 
 
 @pytest.mark.parametrize("beginning", BEGINNINGS)
-@pytest.mark.parametrize("dribble", [b"", b"x"])
-def test_an_incomplete_request_times_out(target: Target, beginning: str, dribble: bytes) -> None:
-    """The request stops, or continues with a byte now and then."""
+@pytest.mark.parametrize("extra_byte", [b"", b"x"])
+def test_an_incomplete_request_times_out(target: Target, beginning: str, extra_byte: bytes) -> None:
+    """The request stops, or continues with a single byte at a time."""
     if beginning == "nothing":
-        dribble = dribble and b"G"
+        extra_byte = extra_byte and b"G"
     with target.open_connection() as connection:
         connection.sendall(BEGINNINGS[beginning])
-        wait_until_cut_off(connection, lambda: connection.sendall(dribble))
+        wait_until_cut_off(connection, lambda: connection.sendall(extra_byte))
     target.check_others_are_served()
 
 
-def test_the_answer_to_a_late_body(target: Target) -> None:
+def test_a_late_body_is_refused_with_a_reason(target: Target) -> None:
     with target.open_connection() as connection:
         connection.sendall(BEGINNINGS["a body with a key"])
-        answer = b"".join(iter(lambda: connection.recv(65536), b""))
-    assert answer.startswith(b"HTTP/1.1 408 ") and b'"kind":"timeout"' in answer and b"server.request_seconds" in answer
+        response = b"".join(iter(lambda: connection.recv(65536), b""))
+    assert response.startswith(b"HTTP/1.1 408 ")
+    assert b'"kind":"timeout"' in response and b"server.request_seconds" in response
 
 
-def test_a_request_whose_sender_hangs_up(target: Target) -> None:
+def test_a_request_ends_when_its_sender_hangs_up(target: Target) -> None:
     with target.open_plain() as connection:
         connection.sendall(b"GET /health HTTP/1.1\r\nHost: ")
         connection.shutdown(socket.SHUT_WR)
@@ -227,14 +229,14 @@ def test_a_request_whose_sender_hangs_up(target: Target) -> None:
 
 
 def test_an_incomplete_tls_handshake_times_out(target: Target) -> None:
-    """A port with TLS gets the beginning of a much longer record. A port without TLS gets bytes that are not HTTP."""
+    """A port with TLS receives the beginning of a long record; other ports receive bytes that are not HTTP."""
     with target.open_plain() as connection:
         connection.sendall(b"\x16\x03\x01\x40\x00\x01")
         wait_until_cut_off(connection, lambda: connection.sendall(b"\0"))
     target.check_others_are_served()
 
 
-def test_unread_answers_time_out(target: Target) -> None:
+def test_unread_responses_time_out(target: Target) -> None:
     with target.open_connection() as connection:
         connection.settimeout(5)
         with pytest.raises(OSError):
@@ -249,13 +251,13 @@ def test_an_idle_connection_is_kept_for_the_next_request(target: Target) -> None
     with target.open_connection() as connection:
         for _ in range(2):
             connection.sendall(request_head("GET /health"))
-            assert read_answer(connection, b'"memory"}').startswith(b"HTTP/1.1 200 ")
+            assert read_response(connection, b'"memory"}').startswith(b"HTTP/1.1 200 ")
             time.sleep(REQUEST_SECONDS + 1)
         assert not is_closed(connection)
 
 
 def test_a_slow_upload_succeeds(target: Target) -> None:
-    """An upload may take longer than a request, as long as it makes progress. A stalled one is cut off."""
+    """An upload may take longer than other requests if it makes progress. A stalled upload is cut off."""
     fields = (
         *(f"X-API-Key: {ADMIN_KEY}", "Transfer-Encoding: chunked"),
         *(f"E2b-Sandbox-Id: {target.sandbox['sandboxID']}", "E2b-Sandbox-Port: 49983"),
@@ -266,15 +268,15 @@ def test_a_slow_upload_succeeds(target: Target) -> None:
             time.sleep(0.7)
             connection.sendall(b"1\r\nx\r\n")
         connection.sendall(b"0\r\n\r\n")
-        assert read_answer(connection, b"}").startswith(b"HTTP/1.1 201 ")
+        assert read_response(connection, b"}").startswith(b"HTTP/1.1 201 ")
     with target.open_connection() as connection:
         connection.sendall(request_head("POST /echo", *fields) + b"1\r\nx\r\n")
-        answer = b"".join(iter(lambda: connection.recv(65536), b""))
-        assert answer.startswith(b"HTTP/1.1 408 ") and b"server.stalled_seconds" in answer
+        response = b"".join(iter(lambda: connection.recv(65536), b""))
+        assert response.startswith(b"HTTP/1.1 408 ") and b"server.stalled_seconds" in response
 
 
 def test_the_log_is_not_flooded(target: Target) -> None:
     text = target.daemon.log.read_text()
     assert 1 <= text.count('"connections closed"') < 100
-    # Anybody could cause a traceback of ours.
+    # Anyone could make the gateway log tracebacks.
     assert "Traceback" not in text and '"event": "bug"' not in text, text[-4000:]

@@ -1,4 +1,4 @@
-"""Someone without a key tries to fill the host's disk: each rejected request is a line of the log."""
+"""A client without a key tries to fill the disk of the host, because each rejected request is logged."""
 
 from __future__ import annotations
 

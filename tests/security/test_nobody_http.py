@@ -1,4 +1,4 @@
-"""Nobody, who has no key, at every route of the control plane."""
+"""A client without a valid key attacks every route of the control plane."""
 
 from __future__ import annotations
 
@@ -16,41 +16,41 @@ from tests.security.routes import OVERRIDES, SPELLINGS, VERBS, Caller, Target, a
 NO_KEYS: dict[str, dict[str, str]] = {
     "no key": {},
     "a wrong key": {"X-API-Key": "wrong-key-0123456789"},
-    "half a key": {"X-API-Key": ADMIN_KEY[:-1]},
-    "a key and more": {"X-API-Key": f"{ADMIN_KEY}0"},
+    "an incomplete key": {"X-API-Key": ADMIN_KEY[:-1]},
+    "a key with another digit": {"X-API-Key": f"{ADMIN_KEY}0"},
     "a key in capitals": {"X-API-Key": ADMIN_KEY.upper()},
     "two keys in one": {"X-API-Key": f"{ADMIN_KEY}, {ADMIN_KEY}"},
-    "a key of another scheme": {"Authorization": f"Token {ADMIN_KEY}"},
+    "a key in another scheme": {"Authorization": f"Token {ADMIN_KEY}"},
     "a key as a cookie": {"Cookie": f"X-API-Key={ADMIN_KEY}"},
     "the name of a key": {"X-API-Key": "root"},
 }
 
 
 @pytest.fixture
-def target(attacked: Target) -> Iterator[Target]:
-    """Attacks must not change anything on it, so all of them share it."""
-    before = attacked.state()
-    yield attacked
-    assert attacked.state() == before and attacked.events == attacked.agent_calls == []
+def target(shared_target: Target) -> Iterator[Target]:
+    """The shared gateway. Checks that attacks do not change anything and do not reach agents."""
+    before = shared_target.state()
+    yield shared_target
+    assert shared_target.state() == before and shared_target.events == shared_target.agent_calls == []
 
 
-def check_refused(there: Target, caller: Caller, method: str, spelled: str, **headers: str) -> None:
-    status, body = caller.ask(method, spelled, **headers)
-    path = unquote(spelled.partition("?")[0])
-    told = f"{method} {spelled} {headers}: {status} {body[:100]}"
+def check_refused(target: Target, caller: Caller, method: str, request_target: str, **headers: str) -> None:
+    status, body = caller.request(method, request_target, **headers)
+    path = unquote(request_target.partition("?")[0])
+    details = f"{method} {request_target} {headers}: {status} {body[:100]}"
     if path in OPEN_PATHS:
-        assert status in (200, 405), told
+        assert status in (200, 405), details
     else:
         # 400: the server itself rejected an invalid request.
-        assert status in (400, 401), told
-    assert "one" not in body.split('"') and not any(secret in body for secret in there.secrets), told
+        assert status in (400, 401), details
+    assert "one" not in body.split('"') and not any(secret in body for secret in target.secrets), details
 
 
-def test_every_route_is_attacked() -> None:
-    found = route_templates()
-    assert len(found) >= 50
-    assert {("DELETE", "/sandboxes/{ref}"), ("POST", "/v2/sandboxes"), ("GET", "/openapi.json")} <= set(found)
-    assert {path for _, path in found} >= OPEN_PATHS
+def test_route_templates_include_every_router() -> None:
+    templates = route_templates()
+    assert len(templates) >= 50
+    assert {("DELETE", "/sandboxes/{ref}"), ("POST", "/v2/sandboxes"), ("GET", "/openapi.json")} <= set(templates)
+    assert {path for _, path in templates} >= OPEN_PATHS
 
 
 @pytest.mark.parametrize("key", NO_KEYS)
@@ -80,17 +80,17 @@ def test_no_header_replaces_a_key(target: Target, header: dict[str, str]) -> Non
 
 @pytest.mark.parametrize("key", ["", ADMIN_KEY])
 def test_bodies_of_small_pieces_do_not_delay_others(memory_gateway: MemoryGateway, key: str) -> None:
-    """Tens of thousands of pieces fit into one read. With 20 connections, `/health` used to take 19 s."""
+    """Tens of thousands of chunks fit into one read. With 20 connections, `/health` used to take 19 s."""
     request = f"POST /sandboxes HTTP/1.1\r\nHost: x\r\nX-API-Key: {key}\r\nTransfer-Encoding: chunked\r\n\r\n".encode()
     with (
         socket.create_connection(("127.0.0.1", memory_gateway.port), timeout=30) as connection,
         LoopMonitor(memory_gateway) as turns,
     ):
         connection.sendall(request + b"1\r\nx\r\n" * 200_000 + b"0\r\n\r\nGET /health HTTP/1.1\r\nHost: x\r\n\r\n")
-        answers = b""
-        while b'"memory"' not in answers:
+        responses = b""
+        while b'"memory"' not in responses:
             piece = connection.recv(65536)
-            assert piece, answers
-            answers += piece
-    assert answers.startswith(b"HTTP/1.1 40"), answers
+            assert piece, responses
+            responses += piece
+    assert responses.startswith(b"HTTP/1.1 40"), responses
     assert turns.longest < 0.1

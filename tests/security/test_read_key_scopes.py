@@ -1,4 +1,4 @@
-"""Clients whose key has too small a scope (read, exec) at every route of the control plane."""
+"""Clients with read or exec keys attack every route of the control plane."""
 
 from __future__ import annotations
 
@@ -11,88 +11,91 @@ import pytest
 
 from sandbox_gateway.api.access.auth import OPEN_PATHS
 from tests.api.memory_gateway import EXEC_KEY, READ_KEY
-from tests.security.routes import OVERRIDES, READING, SPELLINGS, VERBS, Caller, Target, all_routes
+from tests.security.routes import OVERRIDES, READ_METHODS, SPELLINGS, VERBS, Caller, Target, all_routes
 
-READER, RUNNER = {"X-API-Key": READ_KEY}, {"X-API-Key": EXEC_KEY}
+READ_HEADERS, EXEC_HEADERS = {"X-API-Key": READ_KEY}, {"X-API-Key": EXEC_KEY}
 BODY = json.dumps({"args": ["write", "stolen", "1"], "code": "1", "name": "new", "templateID": "base"}).encode()
-"""Valid for `exec` and `eval`, and for creating a sandbox."""
-EXECUTES = re.compile(r"/sandboxes/[^/]+/exec|/v1/sandboxes/[^/]+/(exec|eval|ping)")
+"""A valid body for `exec` and `eval`, and for creating a sandbox."""
+EXEC_ROUTES = re.compile(r"/sandboxes/[^/]+/exec|/v1/sandboxes/[^/]+/(exec|eval|ping)")
 """Routes to which a key of scope exec may POST, according to docs/api.md."""
 
 
 @pytest.fixture
-def target(attacked: Target) -> Iterator[Target]:
-    """Only programs may write inside; otherwise attacks must not change anything on it, so all of them share it."""
-    before = attacked.state()
-    attacked.agent_calls.clear()
-    yield attacked
-    for machine in attacked.gateway.host.machines.values():
+def target(shared_target: Target) -> Iterator[Target]:
+    """The shared gateway. Checks that attacks change only files inside sandboxes."""
+    before = shared_target.state()
+    shared_target.agent_calls.clear()
+    yield shared_target
+    for machine in shared_target.gateway.host.machines.values():
         machine.state.pop("stolen", None)
-    assert attacked.state() == before and attacked.events == []
+    assert shared_target.state() == before and shared_target.events == []
 
 
-def send_attack(there: Target, caller: Caller, method: str, spelled: str, allowed: bool, **headers: str) -> None:
-    """``allowed``: the scope suffices for this method and path."""
-    status, body = caller.ask(method, spelled, BODY, **headers)
-    told = f"{method} {spelled} {headers}: {status} {body[:200]}"
-    if allowed or path_of(spelled) in OPEN_PATHS:
-        assert status < 500, told
+def send_attack(
+    target: Target, caller: Caller, method: str, request_target: str, allowed: bool, **headers: str
+) -> None:
+    """Send a request, and check its status. ``allowed``: whether the scope allows this method and path."""
+    status, body = caller.request(method, request_target, BODY, **headers)
+    details = f"{method} {request_target} {headers}: {status} {body[:200]}"
+    if allowed or decode_path(request_target) in OPEN_PATHS:
+        assert status < 500, details
     else:
         # 400: the server itself rejected an invalid request.
-        assert status in (400, 403), told
+        assert status in (400, 403), details
 
 
-def path_of(spelled: str) -> str:
-    return unquote(spelled.partition("?")[0])
+def decode_path(request_target: str) -> str:
+    return unquote(request_target.partition("?")[0])
 
 
 @pytest.mark.parametrize("spelling", SPELLINGS)
 def test_a_read_key_cannot_change_or_run_anything(target: Target, spelling: str) -> None:
-    caller = Caller(target.gateway, READER)
+    caller = Caller(target.gateway, READ_HEADERS)
     for route in all_routes(target):
-        for verb in VERBS if spelling == "as it is" else {route.method, "POST"}:
-            send_attack(target, caller, verb, SPELLINGS[spelling](route.path), verb in READING)
+        for verb in VERBS if spelling == "unchanged" else {route.method, "POST"}:
+            send_attack(target, caller, verb, SPELLINGS[spelling](route.path), verb in READ_METHODS)
     caller.close()
-    assert set(target.agent_calls) <= {"/sync"}, "to see whether a sandbox diverged its agent is asked to write back"
+    assert set(target.agent_calls) <= {"/sync"}, "only a query for divergence may reach agents"
 
 
 def test_a_read_key_sees_no_secret(target: Target) -> None:
-    caller = Caller(target.gateway, READER)
+    caller = Caller(target.gateway, READ_HEADERS)
     for route in all_routes(target):
         for query in ("", "?limit=1000&diverged=true", "?secret=true&token=true"):
             if route.method == "GET":
-                status, body = caller.ask("GET", route.path + query)
+                status, body = caller.request("GET", route.path + query)
                 assert status in (200, 400), f"{route}: {body}"
                 assert not any(secret in body for secret in target.secrets), route
     caller.close()
 
 
 @pytest.mark.parametrize("header", OVERRIDES[:6], ids=lambda header: "=".join(next(iter(header.items()))))
-@pytest.mark.parametrize("key", [READER, RUNNER], ids=["read", "exec"])
+@pytest.mark.parametrize("key", [READ_HEADERS, EXEC_HEADERS], ids=["read", "exec"])
 def test_no_header_changes_the_method(target: Target, key: dict[str, str], header: dict[str, str]) -> None:
     caller = Caller(target.gateway, key)
     for route in all_routes(target):
-        for verb in {"GET", "DELETE", route.method} - ({"POST"} if key is RUNNER else set()):
-            send_attack(target, caller, verb, route.path, verb in READING, **header)
+        for verb in {"GET", "DELETE", route.method} - ({"POST"} if key is EXEC_HEADERS else set()):
+            send_attack(target, caller, verb, route.path, verb in READ_METHODS, **header)
     caller.close()
 
 
 @pytest.mark.parametrize("spelling", SPELLINGS)
 def test_an_exec_key_can_only_run_programs(target: Target, spelling: str) -> None:
-    caller = Caller(target.gateway, RUNNER)
+    caller = Caller(target.gateway, EXEC_HEADERS)
     for route in all_routes(target):
-        for verb in VERBS if spelling == "as it is" else {route.method, "POST"}:
-            spelled = SPELLINGS[spelling](route.path)
-            may = verb in READING or (verb == "POST" and bool(EXECUTES.fullmatch(path_of(spelled))))
-            send_attack(target, caller, verb, spelled, may)
+        for verb in VERBS if spelling == "unchanged" else {route.method, "POST"}:
+            request_target = SPELLINGS[spelling](route.path)
+            is_exec_route = bool(EXEC_ROUTES.fullmatch(decode_path(request_target)))
+            is_allowed = verb in READ_METHODS or (verb == "POST" and is_exec_route)
+            send_attack(target, caller, verb, request_target, is_allowed)
     caller.close()
     assert set(target.agent_calls) <= {"/sync", "/exec", "/eval", "/health"}
-    if spelling == "as it is":
-        assert {"/exec", "/eval", "/health"} <= set(target.agent_calls), "the attack is one: these are let through"
+    if spelling == "unchanged":
+        assert {"/exec", "/eval", "/health"} <= set(target.agent_calls), "allowed requests did not reach agents"
 
 
-def test_two_keys_have_only_the_rights_of_the_better_one(target: Target) -> None:
-    caller = Caller(target.gateway, READER | {"Authorization": f"Bearer {EXEC_KEY}"})
-    assert caller.ask("DELETE", "/sandboxes/one")[0] == 403
-    assert caller.ask("POST", "/sandboxes/one/exec", BODY)[0] == 200
+def test_two_keys_do_not_combine_their_rights(target: Target) -> None:
+    caller = Caller(target.gateway, READ_HEADERS | {"Authorization": f"Bearer {EXEC_KEY}"})
+    assert caller.request("DELETE", "/sandboxes/one")[0] == 403
+    assert caller.request("POST", "/sandboxes/one/exec", BODY)[0] == 200
     caller.close()

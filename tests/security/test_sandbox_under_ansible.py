@@ -1,5 +1,7 @@
-"""A sandbox under Ansible, whose root or metadata owner wants to run code on the control node, fill its memory, or
-write to its terminal. On the oldest and the newest release of ansible-core.
+"""A sandbox under Ansible attacks the control node.
+
+Root in the sandbox, or the owner of its metadata, tries to run code on the control node, fill its memory or write to
+its terminal. The tests run on the oldest and the newest release of ansible-core.
 """
 
 from __future__ import annotations
@@ -23,7 +25,7 @@ pytestmark = pytest.mark.parametrize("core", ansible_core_versions.EACH)
 
 
 class Trap:
-    """Templates that create a file, ``mark``, wherever they are evaluated."""
+    """Templates that create the file ``mark`` where they are evaluated."""
 
     def __init__(self, folder: Path) -> None:
         self.mark = folder / "owned"
@@ -45,8 +47,8 @@ def trap(tmp_path: Path) -> Trap:
     return Trap(tmp_path)
 
 
-class Hostile:
-    """A gateway that returns ``text`` in every free text of its sandboxes; with ``refuse``, it rejects all changes."""
+class HostileGateway:
+    """A gateway that returns ``text`` in all free-text fields. With ``refuse``, it rejects all changes."""
 
     def __init__(self, gateway: FaultyGateway) -> None:
         self.text = ""
@@ -67,7 +69,7 @@ class Hostile:
         return status, data
 
     def answer_all(self, status: int, data: Any) -> None:
-        """Answer every request with this."""
+        """Respond to every request with ``status`` and ``data``."""
         self._gateway.intercept = lambda *_: (status, data)
 
     def add(self, name: str, metadata: dict[str, str]) -> None:
@@ -81,19 +83,19 @@ def _faulty() -> Iterator[FaultyGateway]:
 
 
 @pytest.fixture
-def gateway(_faulty: FaultyGateway) -> Iterator[Hostile]:
-    yield Hostile(_faulty)
+def gateway(_faulty: FaultyGateway) -> Iterator[HostileGateway]:
+    yield HostileGateway(_faulty)
     _faulty.reset()
 
 
 # --- templates -------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("cached", [False, True], ids=["asked", "cached"])
+@pytest.mark.parametrize("cached", [False, True], ids=["uncached", "cached"])
 def test_metadata_is_not_evaluated_as_a_template(
-    core: str, gateway: Hostile, trap: Trap, tmp_path: Path, cached: bool
+    core: str, gateway: HostileGateway, trap: Trap, tmp_path: Path, cached: bool
 ) -> None:
-    """Checks variables, the results of `compose`, `groups` and `keyed_groups`, and a cache."""
+    """The test covers variables, the results of `compose`, `groups` and `keyed_groups`, and a cache."""
     gateway.add("web", dict(trap.texts))
     gateway.text = trap.texts["header"]
     inventory = tmp_path / "sandboxes.yml"
@@ -123,15 +125,17 @@ def test_metadata_is_not_evaluated_as_a_template(
         {"ansible.builtin.debug": {"msg": "{{ again.metadata.header }}{{ hostvars.web.joined }}"}},
     ]
     for _ in range(2 if cached else 1):
-        said = ansible_core_versions.run_plays(core, tmp_path, inventory, {"hosts": "any", "tasks": tasks})
-        assert f"ok={len(tasks)}" in said, said
-        assert said.count("variable_start_string") > 5, said
-        assert not trap.mark.exists(), said
+        output = ansible_core_versions.run_plays(core, tmp_path, inventory, {"hosts": "any", "tasks": tasks})
+        assert f"ok={len(tasks)}" in output, output
+        assert output.count("variable_start_string") > 5, output
+        assert not trap.mark.exists(), output
 
 
 @pytest.mark.parametrize("key", ["__ansible_unsafe", "__ansible_vault", "__ansible_type"])
-def test_metadata_is_not_decoded_as_ansibles_own_json(core: str, gateway: Hostile, tmp_path: Path, key: str) -> None:
-    """Some keys of mappings have a special meaning in Ansible's own JSON, which is the format of a cache."""
+def test_metadata_is_not_decoded_as_ansibles_own_json(
+    core: str, gateway: HostileGateway, tmp_path: Path, key: str
+) -> None:
+    """Some keys have a special meaning in Ansible's own JSON, which is the format of caches."""
     gateway.add("web", {key: "_AnsibleTaggedStr", "value": "{{ 1 }}", "tags": "TrustedAsTemplate"})
     gateway.add("other", {})
     inventory = tmp_path / "sandboxes.yml"
@@ -139,17 +143,18 @@ def test_metadata_is_not_decoded_as_ansibles_own_json(core: str, gateway: Hostil
     content = {"plugin": "grove.sandbox.sandboxes", "gateways": [{"url": gateway.url}], "strict": True, **cache}
     inventory.write_text(json.dumps(content))
     for _ in range(2):
-        found = ansible_core_versions.run_command(core, "inventory", "-i", inventory, "--graph", cwd=tmp_path)
-        assert found.returncode == 0 and "--web" in found.stdout and "--other" in found.stdout, found.stderr
+        completed = ansible_core_versions.run_command(core, "inventory", "-i", inventory, "--graph", cwd=tmp_path)
+        assert completed.returncode == 0, completed.stderr
+        assert "--web" in completed.stdout and "--other" in completed.stdout, completed.stderr
     task = {"grove.sandbox.sandbox_info": {"gateway_url": gateway.url}, "register": "found"}
-    said = {"ansible.builtin.debug": {"msg": "{{ found.sandboxes | map(attribute='name') | sort | join(' ') }}"}}
+    show_names = {"ansible.builtin.debug": {"msg": "{{ found.sandboxes | map(attribute='name') | sort | join(' ') }}"}}
     local = {
         "hosts": "localhost",
         "connection": "local",
-        "tasks": [task, {**task, "environment": {"A": "b"}}, said],
+        "tasks": [task, {**task, "environment": {"A": "b"}}, show_names],
     }
-    names = ansible_core_versions.run_plays(core, tmp_path, "localhost,", local)
-    assert "other web" in names, names
+    output = ansible_core_versions.run_plays(core, tmp_path, "localhost,", local)
+    assert "other web" in output, output
 
 
 WAYS: dict[str, dict[str, Any]] = {
@@ -161,9 +166,9 @@ WAYS: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize("way", WAYS)
 def test_results_are_not_evaluated_as_templates(
-    core: str, gateway: Hostile, trap: Trap, tmp_path: Path, way: str
+    core: str, gateway: HostileGateway, trap: Trap, tmp_path: Path, way: str
 ) -> None:
-    """Checks the results of a module that succeeds or fails, alone or in a loop."""
+    """The test covers the results of modules that succeed or fail, alone or in a loop."""
     gateway.add("web", dict(trap.texts))
     gateway.refuse, gateway.text = True, trap.all
     common = {**WAYS[way], "ignore_errors": True}
@@ -186,19 +191,19 @@ def test_results_are_not_evaluated_as_templates(
         tasks.append({"ansible.builtin.debug": {"msg": f"{{{{ {value} }}}}"}})
         tasks.append({"ansible.builtin.set_fact": {"kept": f"{{{{ {value} }}}}"}})
         tasks.append({"ansible.builtin.debug": {"msg": "{{ kept }}"}})
-    said = ansible_core_versions.run_plays(
+    output = ansible_core_versions.run_plays(
         core, tmp_path, "localhost,", {"hosts": "localhost", "connection": "local", "tasks": tasks}
     )
-    assert f"ok={len(tasks)}" in said, said
-    assert said.count("variable_start_string") > len(values), said
-    assert not trap.mark.exists(), said
+    assert f"ok={len(tasks)}" in output, output
+    assert output.count("variable_start_string") > len(values), output
+    assert not trap.mark.exists(), output
 
 
-# --- answers of an agent ---------------------------------------------------------------------------------------------
+# --- responses of an agent -------------------------------------------------------------------------------------------
 
 
 def endless_answer() -> Iterator[bytes]:
-    """64 MiB: large enough for a test."""
+    """Yield 64 MiB of output, which is enough for a test."""
     yield STARTED
     piece = make_output(bytes(64 << 10))
     for _ in range(1 << 10):
@@ -223,42 +228,41 @@ def answer_with_end(end: dict[str, Any]) -> bytes:
 
 
 def invalid_answers(trap: Trap) -> dict[str, tuple[Any, str]]:
-    """By name: the agent's answer, and the expected message of the task."""
+    """Return the agent's response and the expected message of the task, by name."""
     digits = b'{"event":{"end":{"exited":true,"exitCode":' + b"9" * 5000 + b"}}}"
-    nonsense = "sent an invalid answer"
+    invalid = "sent an invalid response"
     text = trap.all
     return {
         "honest": (make_answer(text), ""),
         "refuses": ((500, text), "pipe"),
         "refuses-at-the-end": (STARTED + make_frame({"error": {"message": text}}, LAST), "pipe"),
-        "digits": (STARTED + make_frame(digits), nonsense),
-        "exit-code": (answer_with_end({"exitCode": text}), nonsense),
-        "status": (answer_with_end({"exited": False, "status": [text]}), nonsense),
-        "pid": (make_frame({"event": {"start": {"pid": text}}}), nonsense),
-        "no-pid": (make_frame({"event": {"start": text}}), nonsense),
-        "list": (make_frame(json.dumps([text]).encode()), nonsense),
-        "event": (make_frame({"event": text}), nonsense),
-        "output": (make_frame({"event": {"data": {"stdout": {"a": text}}}}), nonsense),
-        "base64": (make_frame({"event": {"data": {"stdout": "abcde" + text}}}), nonsense),
-        "no-json": (make_frame(text.encode()), nonsense),
-        "deep": (make_frame(b"[" * (1 << 20)), nonsense),
-        "error": (make_frame({"error": text}, LAST), nonsense),
-        "error-message": (make_frame({"error": {"message": {"a": text}}}, LAST), nonsense),
+        "digits": (STARTED + make_frame(digits), invalid),
+        "exit-code": (answer_with_end({"exitCode": text}), invalid),
+        "status": (answer_with_end({"exited": False, "status": [text]}), invalid),
+        "pid": (make_frame({"event": {"start": {"pid": text}}}), invalid),
+        "no-pid": (make_frame({"event": {"start": text}}), invalid),
+        "list": (make_frame(json.dumps([text]).encode()), invalid),
+        "event": (make_frame({"event": text}), invalid),
+        "output": (make_frame({"event": {"data": {"stdout": {"a": text}}}}), invalid),
+        "base64": (make_frame({"event": {"data": {"stdout": "abcde" + text}}}), invalid),
+        "no-json": (make_frame(text.encode()), invalid),
+        "deep": (make_frame(b"[" * (1 << 20)), invalid),
+        "error": (make_frame({"error": text}, LAST), invalid),
+        "error-message": (make_frame({"error": {"message": {"a": text}}}, LAST), invalid),
         "terminal": ((500, f"red{ESCAPE}blue"), "red]0;owned[2J31mblue"),
-        "announced": (announced_answer, nonsense),
-        "after-the-end": (answer_after_the_end, nonsense),
+        "announced": (announced_answer, invalid),
+        "after-the-end": (answer_after_the_end, invalid),
         "endless": (endless_answer, "it printed more than 2 MiB"),
     }
 
 
-def test_a_false_agent(core: str, trap: Trap, tmp_path: Path) -> None:
-    """Each false answer becomes a message of its host, is not evaluated as a template, and uses a limited amount of
-    memory."""
-    told = invalid_answers(trap)
-    liar = LyingGateway({name: lie for name, (lie, _) in told.items()})
+def test_false_responses_of_an_agent_are_contained(core: str, trap: Trap, tmp_path: Path) -> None:
+    """A false response becomes an error of its host. It is not evaluated as a template, and uses limited memory."""
+    cases = invalid_answers(trap)
+    liar = LyingGateway({name: answer for name, (answer, _) in cases.items()})
     results = tmp_path / "results.json"
     with liar.serve():
-        hosts = {name: {} for name in told}
+        hosts = {name: {} for name in cases}
         variables = {
             "ansible_connection": "grove.sandbox.sandbox",
             "ansible_sandbox_gateway_url": liar.url,
@@ -266,48 +270,50 @@ def test_a_false_agent(core: str, trap: Trap, tmp_path: Path) -> None:
         }
         inventory = tmp_path / "hosts.yml"
         inventory.write_text(json.dumps({"sandboxes": {"hosts": hosts, "vars": variables}}))
-        collected = "{{ dict(groups.sandboxes | zip(groups.sandboxes | map('extract', hostvars, 'said'))) | to_json }}"
-        asked = {"ansible.builtin.raw": "true", "register": "said", "ignore_errors": True, "ignore_unreachable": True}
-        quoted = [
+        extracted = "groups.sandboxes | map('extract', hostvars, 'result')"
+        results_template = f"{{{{ dict(groups.sandboxes | zip({extracted})) | to_json }}}}"
+        ignored = {"ignore_errors": True, "ignore_unreachable": True}
+        run_task = {"ansible.builtin.raw": "true", "register": "result", **ignored}
+        debug_tasks = [
             {"ansible.builtin.debug": {"msg": f"{{{{ {value} }}}}"}}
-            for value in ("said", "said.msg | default('')", "said.stdout | default('')", "said.exception | default('')")
+            for value in ("result", *(f"result.{name} | default('')" for name in ("msg", "stdout", "exception")))
         ]
-        shown = ansible_core_versions.run_plays(
+        output = ansible_core_versions.run_plays(
             core,
             tmp_path,
             inventory,
-            {"hosts": "sandboxes", "tasks": [asked, *quoted]},
+            {"hosts": "sandboxes", "tasks": [run_task, *debug_tasks]},
             {
                 "hosts": "localhost",
                 "connection": "local",
-                "tasks": [{"ansible.builtin.copy": {"content": collected, "dest": str(results)}}],
+                "tasks": [{"ansible.builtin.copy": {"content": results_template, "dest": str(results)}}],
             },
         )
-    assert not trap.mark.exists(), shown
-    said = json.loads(results.read_text())
-    for name, (_, sentence) in told.items():
-        result = said[name]
+    assert not trap.mark.exists(), output
+    host_results = json.loads(results.read_text())
+    for name, (_, sentence) in cases.items():
+        result = host_results[name]
         assert "Unexpected failure" not in result.get("msg", ""), (name, result)
         assert bool(result.get("unreachable")) is (sentence != "" and name != "endless"), (name, result)
         assert sentence in result.get("msg", ""), (name, result)
-    assert said["honest"]["stdout"] == trap.all and said["endless"]["failed"]
+    assert host_results["honest"]["stdout"] == trap.all and host_results["endless"]["failed"]
     for name in ("announced", "after-the-end", "endless"):
-        assert liar.taken[name] < 16 << 20, f"{name}: {liar.taken[name]} bytes were taken"
-    assert not set(ESCAPE) & {"\x1b", "\x07", "\x9b"} & set(shown + json.dumps(said, ensure_ascii=False))
+        assert liar.sent_bytes[name] < 16 << 20, f"{name}: {liar.sent_bytes[name]} bytes were taken"
+    assert not set(ESCAPE) & {"\x1b", "\x07", "\x9b"} & set(output + json.dumps(host_results, ensure_ascii=False))
 
 
-def test_quoted_text_contains_no_terminal_codes(core: str, gateway: Hostile, tmp_path: Path) -> None:
-    """The inventory prints a warning unchanged."""
+def test_quoted_text_contains_no_terminal_codes(core: str, gateway: HostileGateway, tmp_path: Path) -> None:
+    """Ansible prints warnings of the inventory unchanged."""
     gateway.answer_all(502, {"message": f"the sandbox says {ESCAPE}hello", "kind": "backend_failed"})
     inventory = tmp_path / "sandboxes.yml"
     inventory.write_text(json.dumps({"plugin": "grove.sandbox.sandboxes", "gateways": [{"url": gateway.url}]}))
-    found = ansible_core_versions.run_command(core, "inventory", "-i", inventory, "--list", cwd=tmp_path)
-    assert "the sandbox says" in " ".join(found.stderr.split()) and "hello" in found.stderr, found.stderr
-    assert not {"\x1b", "\x07", "\x9b"} & set(found.stdout + found.stderr)
+    completed = ansible_core_versions.run_command(core, "inventory", "-i", inventory, "--list", cwd=tmp_path)
+    assert "the sandbox says" in " ".join(completed.stderr.split()) and "hello" in completed.stderr, completed.stderr
+    assert not {"\x1b", "\x07", "\x9b"} & set(completed.stdout + completed.stderr)
 
 
 def test_a_module_does_not_receive_the_key_of_the_environment(core: str, tmp_path: Path) -> None:
-    """A task of ours that runs in a sandbox sends its options there, where root reads them."""
+    """A task that runs in a sandbox sends its options to the sandbox, where root can read them."""
     key = "key-of-the-environment"
     liar = LyingGateway({"web": make_answer(json.dumps({"changed": False}))})
     with liar.serve():
@@ -316,9 +322,9 @@ def test_a_module_does_not_receive_the_key_of_the_environment(core: str, tmp_pat
         inventory = tmp_path / "hosts.yml"
         inventory.write_text(json.dumps({"all": {"hosts": {"web": variables}}}))
         task = {"grove.sandbox.sandbox_info": {"gateway_url": "unix:///run/inside.sock"}}
-        said = ansible_core_versions.run_plays(
+        output = ansible_core_versions.run_plays(
             core, tmp_path, inventory, {"hosts": "web", "tasks": [task]}, SANDBOX_GATEWAY_TOKEN=key
         )
-    assert "ok=1" in said, said
-    assert liar.received_keys() == {key}, "the gateway gets it"
+    assert "ok=1" in output, output
+    assert liar.received_keys() == {key}, "the gateway did not receive the key"
     assert liar.bodies and not any(key.encode() in body for body in liar.bodies)

@@ -1,5 +1,6 @@
-"""A sandbox under Ansible, root inside, whose facts become options of the next task on the control node: it wants the
-key of the environment. The operator's own settings still work in all places.
+"""Root in a sandbox under Ansible returns facts that become options of the next task on the control node.
+
+The attacker tries to obtain the key of the environment. The settings of the operator still work in all places.
 """
 
 from __future__ import annotations
@@ -17,26 +18,26 @@ from tests.support.liar import LyingGateway, facts_answer
 pytestmark = pytest.mark.parametrize("core", ansible_core_versions.EACH)
 
 KEY = "key-of-the-environment"
-ASK = "grove.sandbox.sandbox_info"
+INFO_MODULE = "grove.sandbox.sandbox_info"
 PING: dict[str, Any] = {"ansible.builtin.ping": None}
-REFUSED = "is not sent there"
+REFUSAL = "is not sent there"
 
 
 @pytest.fixture
 def thief() -> Iterator[LyingGateway]:
-    """The address to which the sandbox wants the key to be sent."""
-    with LyingGateway().serve() as made:
-        yield made
+    """The server to which the sandbox tries to redirect the key."""
+    with LyingGateway().serve() as server:
+        yield server
 
 
 @pytest.fixture
 def gateway() -> Iterator[LyingGateway]:
-    with LyingGateway().serve() as made:
-        yield made
+    with LyingGateway().serve() as server:
+        yield server
 
 
 def write_inventory(folder: Path, gateway: LyingGateway, **variables: Any) -> Path:
-    """A sandbox `guest` as a host. Its own key is unrelated to that of the environment."""
+    """Write an inventory with the sandbox `guest`, whose key differs from that of the environment."""
     path = folder / "hosts.yml"
     connection = {
         "ansible_connection": "grove.sandbox.sandbox",
@@ -51,56 +52,60 @@ def write_inventory(folder: Path, gateway: LyingGateway, **variables: Any) -> Pa
 
 
 def make_task(**options: Any) -> dict[str, Any]:
-    return {ASK: options}
+    return {INFO_MODULE: options}
 
 
-def check_refused(said: str, thief: LyingGateway) -> None:
-    assert not thief.asked, said
-    assert REFUSED in said and "gateway_token" in said and "SANDBOX_GATEWAY_URL" in said, said
+def check_refused(output: str, thief: LyingGateway) -> None:
+    assert not thief.request_headers, output
+    assert REFUSAL in output and "gateway_token" in output and "SANDBOX_GATEWAY_URL" in output, output
 
 
 # --- the operator's settings -----------------------------------------------------------------------------------------
 
 
 def operator_plays(url: str) -> dict[str, dict[str, Any]]:
-    """Places where an operator names the gateway, by description."""
-    there = {"gateway_url": "{{ there }}"}
-    of_group_vars = {"gateway_url": "{{ sandbox_gateway_url }}"}
-    looped = {**make_task(gateway_url="{{ each.url }}"), "loop": "{{ places }}", "loop_control": {"loop_var": "each"}}
-    included = {"ansible.builtin.include_tasks": "tasks.yml"}
+    """Return plays in which the operator sets the gateway, keyed by the place of the setting."""
+    play_variable = {"gateway_url": "{{ there }}"}
+    group_vars_url = {"gateway_url": "{{ sandbox_gateway_url }}"}
+    loop_task = {
+        **make_task(gateway_url="{{ each.url }}"),
+        "loop": "{{ places }}",
+        "loop_control": {"loop_var": "each"},
+    }
+    include_task = {"ansible.builtin.include_tasks": "tasks.yml"}
     return {
         "literal": {"tasks": [make_task(gateway_url=url)]},
-        "group_vars": {"tasks": [make_task(**of_group_vars)]},
+        "group_vars": {"tasks": [make_task(**group_vars_url)]},
         "hostvars": {"tasks": [make_task(gateway_url="{{ hostvars['guest'].sandbox_gateway_url }}")]},
-        "vars": {"vars": {"there": "{{ sandbox_gateway_url }}"}, "tasks": [make_task(**there)]},
-        "vars_files": {"vars_files": ["vars.yml"], "tasks": [make_task(**there)]},
-        "vars of a task": {"tasks": [{**make_task(**there), "vars": {"there": url}}]},
-        "vars of a block": {"tasks": [{"vars": {"there": url}, "block": [make_task(**there)]}]},
-        "args": {"tasks": [{ASK: {}, "args": of_group_vars}]},
+        "vars": {"vars": {"there": "{{ sandbox_gateway_url }}"}, "tasks": [make_task(**play_variable)]},
+        "vars_files": {"vars_files": ["vars.yml"], "tasks": [make_task(**play_variable)]},
+        "vars of a task": {"tasks": [{**make_task(**play_variable), "vars": {"there": url}}]},
+        "vars of a block": {"tasks": [{"vars": {"there": url}, "block": [make_task(**play_variable)]}]},
+        "args": {"tasks": [{INFO_MODULE: {}, "args": group_vars_url}]},
         "module_defaults": {
-            "module_defaults": {"group/grove.sandbox.all": of_group_vars},
+            "module_defaults": {"group/grove.sandbox.all": group_vars_url},
             "tasks": [make_task()],
         },
-        "module_defaults of a task": {"tasks": [{**make_task(), "module_defaults": {ASK: of_group_vars}}]},
-        "loop": {"vars": {"places": [{"url": url}]}, "tasks": [looped]},
+        "module_defaults of a task": {"tasks": [{**make_task(), "module_defaults": {INFO_MODULE: group_vars_url}}]},
+        "loop": {"vars": {"places": [{"url": url}]}, "tasks": [loop_task]},
         "with_items": {
             "vars": {"places": [url]},
             "tasks": [{**make_task(gateway_url="{{ item }}"), "with_items": "{{ places }}"}],
         },
-        "include_tasks": {"tasks": [{**included, "vars": {"there": url}}]},
+        "include_tasks": {"tasks": [{**include_task, "vars": {"there": url}}]},
         "include_tasks in a loop": {
             "vars": {"places": ["http://192.0.2.1:1", url]},
-            "tasks": [{**included, "vars": {"there": "{{ item }}"}, "loop": "{{ places[1:] }}"}],
+            "tasks": [{**include_task, "vars": {"there": "{{ item }}"}, "loop": "{{ places[1:] }}"}],
         },
         "role": {"roles": [{"role": "ours", "there": "{{ sandbox_gateway_url }}"}], "tasks": []},
-        "delegate_to": {"hosts": "guest", "tasks": [{**make_task(**of_group_vars), "delegate_to": "control"}]},
-        "as a module": {"tasks": [{**make_task(**of_group_vars), "environment": {"ANY": "thing"}}]},
+        "delegate_to": {"hosts": "guest", "tasks": [{**make_task(**group_vars_url), "delegate_to": "control"}]},
+        "as a module": {"tasks": [{**make_task(**group_vars_url), "environment": {"ANY": "thing"}}]},
         "environment": {"environment": {"SANDBOX_GATEWAY_URL": "{{ sandbox_gateway_url }}"}, "tasks": [make_task()]},
     }
 
 
 def test_the_operators_variables_are_sufficient(core: str, gateway: LyingGateway, tmp_path: Path) -> None:
-    """This is the control: a key in the environment, and an address in any place of the operator."""
+    """Check that a key in the environment is sent to addresses from all settings of the operator."""
     (tmp_path / "vars.yml").write_text(json.dumps({"there": gateway.url}))
     (tmp_path / "tasks.yml").write_text(json.dumps([make_task(gateway_url="{{ there }}")]))
     role = tmp_path / "roles" / "ours" / "tasks"
@@ -108,17 +113,17 @@ def test_the_operators_variables_are_sufficient(core: str, gateway: LyingGateway
     (role / "main.yml").write_text(json.dumps([make_task(gateway_url="{{ there }}")]))
     ways = operator_plays(gateway.url)
     plays = [{"name": name, "hosts": "control", **play} for name, play in ways.items()]
-    said = ansible_core_versions.run_plays(
+    output = ansible_core_versions.run_plays(
         core, tmp_path, write_inventory(tmp_path, gateway), *plays, SANDBOX_GATEWAY_TOKEN=KEY
     )
-    assert "failed=0" in said and "failed=1" not in said and "unreachable=1" not in said, said
-    assert len(gateway.asked) == len(ways) and gateway.received_keys() == {KEY}, said
+    assert "failed=0" in output and "failed=1" not in output and "unreachable=1" not in output, output
+    assert len(gateway.request_headers) == len(ways) and gateway.received_keys() == {KEY}, output
 
 
 def test_the_environments_key_goes_only_to_gateways_of_the_operator(
     core: str, gateway: LyingGateway, tmp_path: Path
 ) -> None:
-    """An address in the environment is a choice of the operator, even if another variable has the same value."""
+    """An address in the environment is trusted, even if another variable has the same value."""
     with LyingGateway().serve() as other:
         tasks = [
             make_task(),
@@ -128,38 +133,42 @@ def test_the_environments_key_goes_only_to_gateways_of_the_operator(
         ]
         play = {"hosts": "control", "tasks": tasks}
         environment = {"SANDBOX_GATEWAY_URL": gateway.url, "SANDBOX_GATEWAY_TOKEN": KEY}
-        said = ansible_core_versions.run_plays(core, tmp_path, write_inventory(tmp_path, gateway), play, **environment)
-        assert "ok=4" in said and len(gateway.asked) == 2 and len(other.asked) == 1, said
+        output = ansible_core_versions.run_plays(
+            core, tmp_path, write_inventory(tmp_path, gateway), play, **environment
+        )
+        assert "ok=4" in output, output
+        assert len(gateway.request_headers) == 2 and len(other.request_headers) == 1, output
         assert gateway.received_keys() == other.received_keys() == {KEY}
 
 
 def test_a_key_in_the_task_goes_to_the_tasks_address(core: str, gateway: LyingGateway, tmp_path: Path) -> None:
-    """A task with both a key and an address is consistent. Without an environment key, nothing needs protection."""
+    """A task may set both a key and an address. Without a key in the environment, any address is allowed."""
     register = {"ansible.builtin.set_fact": {"got": gateway.url}}
     pair = {
         "hosts": "control",
         "tasks": [register, make_task(gateway_url="{{ got }}", gateway_token="key-of-the-task")],
     }
-    said = ansible_core_versions.run_plays(
+    output = ansible_core_versions.run_plays(
         core, tmp_path, write_inventory(tmp_path, gateway), pair, SANDBOX_GATEWAY_TOKEN=KEY
     )
-    assert "failed=0" in said and gateway.received_keys() == {"key-of-the-task"}, said
+    assert "failed=0" in output and gateway.received_keys() == {"key-of-the-task"}, output
     none = {"hosts": "control", "tasks": [register, make_task(gateway_url="{{ got }}")]}
-    said = ansible_core_versions.run_plays(core, tmp_path, write_inventory(tmp_path, gateway), none)
-    assert "failed=0" in said and gateway.received_keys() == {"key-of-the-task"} and len(gateway.asked) == 2, said
+    output = ansible_core_versions.run_plays(core, tmp_path, write_inventory(tmp_path, gateway), none)
+    assert "failed=0" in output and len(gateway.request_headers) == 2, output
+    assert gateway.received_keys() == {"key-of-the-task"}, output
 
 
 # --- a sandbox's settings --------------------------------------------------------------------------------------------
 
 
 def sandbox_plays() -> dict[str, dict[str, Any]]:
-    """Ways in which a fact becomes an address. Each has one task that must be rejected."""
-    stolen = {"gateway_url": "{{ there }}"}
-    of_group_vars = {"gateway_url": "{{ sandbox_gateway_url }}"}
-    included = {"ansible.builtin.include_tasks": "tasks.yml"}
+    """Return plays in which a fact becomes an address. Each play has a task that must be rejected."""
+    stolen_url = {"gateway_url": "{{ there }}"}
+    group_vars_url = {"gateway_url": "{{ sandbox_gateway_url }}"}
+    include_task = {"ansible.builtin.include_tasks": "tasks.yml"}
     return {
-        "fact": {"tasks": [make_task(**stolen)]},
-        "group_vars overridden": {"tasks": [make_task(**of_group_vars)]},
+        "fact": {"tasks": [make_task(**stolen_url)]},
+        "group_vars overridden": {"tasks": [make_task(**group_vars_url)]},
         "ansible_facts": {"tasks": [make_task(gateway_url="{{ ansible_facts.there }}")]},
         "hostvars": {
             "hosts": "control",
@@ -168,13 +177,15 @@ def sandbox_plays() -> dict[str, dict[str, Any]]:
         "hidden": {"tasks": [make_task(gateway_url="{{ lookup('ansible.builtin.vars', 'sandbox_gateway_url') }}")]},
         "default": {"tasks": [make_task(gateway_url="{{ there | default(omit) }}")]},
         "vars": {"vars": {"mine": "{{ there }}"}, "tasks": [make_task(gateway_url="{{ mine }}")]},
-        "args": {"tasks": [{ASK: {}, "args": stolen}]},
-        "module_defaults": {"module_defaults": {"group/grove.sandbox.all": of_group_vars}, "tasks": [make_task()]},
-        "module_defaults of a task": {"tasks": [{**make_task(), "module_defaults": {ASK: stolen}}]},
+        "args": {"tasks": [{INFO_MODULE: {}, "args": stolen_url}]},
+        "module_defaults": {"module_defaults": {"group/grove.sandbox.all": group_vars_url}, "tasks": [make_task()]},
+        "module_defaults of a task": {"tasks": [{**make_task(), "module_defaults": {INFO_MODULE: stolen_url}}]},
         "loop": {"tasks": [{**make_task(gateway_url="{{ item }}"), "loop": "{{ several }}"}]},
         "with_items": {"tasks": [{**make_task(gateway_url="{{ item }}"), "with_items": "{{ several }}"}]},
-        "include_tasks": {"tasks": [{**included, "vars": {"there": "{{ sandbox_gateway_url }}"}}]},
-        "include_tasks in a loop": {"tasks": [{**included, "vars": {"there": "{{ item }}"}, "loop": "{{ several }}"}]},
+        "include_tasks": {"tasks": [{**include_task, "vars": {"there": "{{ sandbox_gateway_url }}"}}]},
+        "include_tasks in a loop": {
+            "tasks": [{**include_task, "vars": {"there": "{{ item }}"}, "loop": "{{ several }}"}]
+        },
         "the item of an include": {"tasks": [{"ansible.builtin.include_tasks": "item.yml", "loop": "{{ several }}"}]},
         "the item of an include, in vars": {
             "tasks": [{"ansible.builtin.include_tasks": "vars_item.yml", "loop": "{{ several }}"}]
@@ -192,7 +203,7 @@ def sandbox_plays() -> dict[str, dict[str, Any]]:
         "include_vars": {
             "tasks": [{"ansible.builtin.include_vars": "fetched.yml"}, make_task(gateway_url="{{ fetched }}")]
         },
-        "as a module": {"tasks": [{**make_task(**stolen), "environment": {"ANY": "thing"}}]},
+        "as a module": {"tasks": [{**make_task(**stolen_url), "environment": {"ANY": "thing"}}]},
         "environment": {"environment": {"SANDBOX_GATEWAY_URL": "{{ there }}"}, "tasks": [make_task()]},
         "certificates": {"tasks": [make_task(gateway_url="{{ trusted }}", validate_certs="{{ check }}")]},
         "authorities": {"tasks": [make_task(gateway_url="{{ trusted }}", ca_path="{{ several[0] }}")]},
@@ -200,9 +211,9 @@ def sandbox_plays() -> dict[str, dict[str, Any]]:
 
 
 def test_facts_cannot_redirect_the_key(core: str, gateway: LyingGateway, thief: LyingGateway, tmp_path: Path) -> None:
-    """A fact never decides where the key of the environment goes. Each task's message says how to fix it."""
+    """Facts never decide where the key of the environment is sent. The message of each task names the remedy."""
     gateway.lies["0123456789ab"] = facts_answer(
-        there=thief.url, sandbox_gateway_url=thief.url, several=[thief.url], check=False, places=[thief.url]
+        play_variable=thief.url, sandbox_gateway_url=thief.url, several=[thief.url], check=False, places=[thief.url]
     )
     (tmp_path / "tasks.yml").write_text(json.dumps([make_task(gateway_url="{{ there }}")]))
     (tmp_path / "item.yml").write_text(json.dumps([make_task(gateway_url="{{ item }}")]))
@@ -225,24 +236,27 @@ def test_facts_cannot_redirect_the_key(core: str, gateway: LyingGateway, thief: 
     ]
     plays = [{**play, "vars": {"ansible_connection": "local", **play["vars"]}} for play in plays]
     hosts = write_inventory(tmp_path, gateway, trusted=gateway.url, check=True)
-    first = {"hosts": "guest", "tasks": [PING]}
-    said = ansible_core_versions.run_plays(core, tmp_path, hosts, first, *plays, SANDBOX_GATEWAY_TOKEN=KEY)
-    check_refused(said, thief)
-    assert not {KEY} & gateway.received_keys(), said
-    missed = [name for name in ways if said.partition(f"PLAY [{name}]")[2].partition("PLAY [")[0].count(REFUSED) < 1]
-    assert not missed, said
+    first_play = {"hosts": "guest", "tasks": [PING]}
+    output = ansible_core_versions.run_plays(core, tmp_path, hosts, first_play, *plays, SANDBOX_GATEWAY_TOKEN=KEY)
+    check_refused(output, thief)
+    assert not {KEY} & gateway.received_keys(), output
+    outputs = {name: output.partition(f"PLAY [{name}]")[2].partition("PLAY [")[0] for name in ways}
+    accepted_plays = [name for name, play_output in outputs.items() if REFUSAL not in play_output]
+    assert not accepted_plays, output
 
 
-def test_facts_of_a_delegating_host(core: str, gateway: LyingGateway, thief: LyingGateway, tmp_path: Path) -> None:
-    """Facts of a delegated task become facts of `localhost`."""
+def test_facts_of_a_delegated_task_cannot_redirect_the_key(
+    core: str, gateway: LyingGateway, thief: LyingGateway, tmp_path: Path
+) -> None:
+    """Facts of a delegated task become facts of the host that delegates it."""
     gateway.lies["0123456789ab"] = facts_answer(sandbox_gateway_url=thief.url)
     tasks = [{**PING, "delegate_to": "guest"}, make_task(gateway_url="{{ sandbox_gateway_url }}")]
     play = {"hosts": "control", "tasks": tasks}
-    said = ansible_core_versions.run_plays(
+    output = ansible_core_versions.run_plays(
         core, tmp_path, write_inventory(tmp_path, gateway), play, SANDBOX_GATEWAY_TOKEN=KEY
     )
-    check_refused(said, thief)
-    assert not {KEY} & gateway.received_keys() and "failed=1" in said
+    check_refused(output, thief)
+    assert not {KEY} & gateway.received_keys() and "failed=1" in output
 
 
 def test_cached_facts_cannot_redirect_the_key(
@@ -258,5 +272,5 @@ def test_cached_facts_cannot_redirect_the_key(
     gather = {"ansible.builtin.setup": {"gather_subset": "min"}}
     ansible_core_versions.run_plays(core, tmp_path, hosts, {"hosts": "guest", "tasks": [gather]}, **cache)
     task = {**make_task(gateway_url="{{ sandbox_gateway_url }}"), "delegate_to": "control"}
-    said = ansible_core_versions.run_plays(core, tmp_path, hosts, {"hosts": "guest", "tasks": [task]}, **cache)
-    check_refused(said, thief)
+    output = ansible_core_versions.run_plays(core, tmp_path, hosts, {"hosts": "guest", "tasks": [task]}, **cache)
+    check_refused(output, thief)

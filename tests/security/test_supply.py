@@ -1,7 +1,7 @@
-"""Attacker: anyone who controls the package index that a host or a developer installs from. Target: root there.
+"""An attacker controls the package index from which root on a host, or a developer, installs packages.
 
-The index is a mirror on this machine: the pinned files, and the attacker's replacements. The role's own task file
-installs from it, with a real pip into a real virtual environment.
+The index is a mirror on this machine, with the pinned files and the attacker's replacements. The task file of the role
+installs from it, with a real pip and a real virtual environment.
 """
 
 from __future__ import annotations
@@ -31,29 +31,29 @@ from tests.support.roles import environment
 
 GATEWAY = session.REPOSITORY / "gateway"
 PACK = session.REPOSITORY / "roles" / "gateway" / "files" / "pack.py"
-LISTS = tuple(GATEWAY.glob("requirements*.txt"))
-CHANGED, MODULE = "annotated-doc", "annotated_doc"
-"""The package that the attacker changes: pip fetches it early, so that the tests are quick."""
+REQUIREMENT_FILES = tuple(GATEWAY.glob("requirements*.txt"))
+CHANGED_PACKAGE, CHANGED_MODULE = "annotated-doc", "annotated_doc"
+"""The package that the attacker changes, and its module. pip fetches it early, so the tests are fast."""
 _INSTALL_SECONDS = 300
 
 
 class Mirror(ThreadingHTTPServer):
-    """A package index. ``files``: its files by name; ``asked``: the projects that clients requested."""
+    """A package index. ``files``: by name; ``requested_projects``: the projects that clients have requested."""
 
     daemon_threads = True
 
     def __init__(self, files: dict[str, bytes]) -> None:
         super().__init__(("127.0.0.1", 0), _Index)
         self.files = files
-        self.asked: set[str] = set()
+        self.requested_projects: set[str] = set()
 
     @property
     def url(self) -> str:
         return f"http://127.0.0.1:{self.server_port}/simple"
 
     def name_of(self, project: str) -> str:
-        """The name of the only file of a project."""
-        (name,) = (name for name in self.files if _project(name) == project)
+        """Return the name of the only file of a project."""
+        (name,) = (name for name in self.files if _parse_project(name) == project)
         return name
 
 
@@ -63,17 +63,17 @@ class _Index(BaseHTTPRequestHandler):
     def do_GET(self) -> None:
         kind, _, name = unquote(self.path).strip("/").partition("/")
         if kind == "files":
-            self._answer(self.server.files[name], "application/octet-stream")
+            self._send_response(self.server.files[name], "application/octet-stream")
             return
-        self.server.asked.add(name)
+        self.server.requested_projects.add(name)
         links = [
             f'<a href="/files/{html.escape(file)}">{html.escape(file)}</a>'
             for file in self.server.files
-            if _project(file) == name
+            if _parse_project(file) == name
         ]
-        self._answer(f"<!DOCTYPE html><html><body>{''.join(links)}</body></html>".encode(), "text/html")
+        self._send_response(f"<!DOCTYPE html><html><body>{''.join(links)}</body></html>".encode(), "text/html")
 
-    def _answer(self, content: bytes, kind: str) -> None:
+    def _send_response(self, content: bytes, kind: str) -> None:
         self.send_response(200)
         self.send_header("Content-Type", kind)
         self.send_header("Content-Length", str(len(content)))
@@ -83,18 +83,29 @@ class _Index(BaseHTTPRequestHandler):
     def log_message(self, format: str, *args: object) -> None: ...
 
 
-def _project(file: str) -> str:
+def _parse_project(file: str) -> str:
     return canonicalize_name(re.split(r"-\d", file)[0])
 
 
 @pytest.fixture(scope="module")
 def genuine(tmp_path_factory: pytest.TempPathFactory) -> dict[str, bytes]:
-    """The pinned files that this machine installs."""
-    place = tmp_path_factory.mktemp("genuine")
-    lists = [word for path in LISTS for word in ("--requirement", str(path))]
-    argv = [sys.executable, "-m", "pip", "download", "-q", "--no-deps", "--only-binary=:all:", "-d", str(place), *lists]
-    subprocess.run(argv, capture_output=True, timeout=_INSTALL_SECONDS, check=True)
-    return {path.name: path.read_bytes() for path in place.iterdir()}
+    """The pinned files that this machine would install, by name."""
+    directory = tmp_path_factory.mktemp("genuine")
+    requirement_options = [word for path in REQUIREMENT_FILES for word in ("--requirement", str(path))]
+    argv = [
+        sys.executable,
+        "-m",
+        "pip",
+        "download",
+        "-q",
+        "--no-deps",
+        "--only-binary=:all:",
+        "-d",
+        str(directory),
+        *requirement_options,
+    ]
+    subprocess.run([*argv, *requirement_options], capture_output=True, timeout=_INSTALL_SECONDS, check=True)
+    return {path.name: path.read_bytes() for path in directory.iterdir()}
 
 
 @pytest.fixture
@@ -109,7 +120,7 @@ def mirror(genuine: dict[str, bytes]) -> Iterator[Mirror]:
 
 
 class Attack:
-    """Code that creates ``mark`` where it runs, in the forms that packages have."""
+    """Code that creates the file ``mark`` when it runs, in various forms of packages."""
 
     def __init__(self, directory: Path) -> None:
         self.mark = directory / "attacked"
@@ -120,16 +131,16 @@ class Attack:
         return self.mark.exists()
 
     def make_changed_wheel(self, wheel: bytes, module: str) -> bytes:
-        """The wheel, with the code at the end of ``module``."""
+        """Return the wheel with the code at the end of ``module``."""
         out = io.BytesIO()
-        with zipfile.ZipFile(io.BytesIO(wheel)) as before, zipfile.ZipFile(out, "w") as after:
-            for entry in before.infolist():
-                added = self.code.encode() if entry.filename == module else b""
-                after.writestr(entry, before.read(entry) + added)
+        with zipfile.ZipFile(io.BytesIO(wheel)) as original, zipfile.ZipFile(out, "w") as changed:
+            for entry in original.infolist():
+                suffix = self.code.encode() if entry.filename == module else b""
+                changed.writestr(entry, original.read(entry) + suffix)
         return out.getvalue()
 
     def make_sdist(self, name: str, version: str) -> bytes:
-        """A source package whose build runs the code."""
+        """Return a source package whose build runs the code."""
         out = io.BytesIO()
         with tarfile.open(fileobj=out, mode="w:gz") as archive:
             for path, text in {
@@ -142,15 +153,15 @@ class Attack:
         return out.getvalue()
 
     def add_setup(self, archive: Path, root: str) -> None:
-        """Add the code as setup.py to the tar of a source package."""
+        """Add the code as setup.py to the tar archive of a source package."""
         with tarfile.open(archive, "a") as opened:
             entry = tarfile.TarInfo(f"{root}/setup.py")
             text = f"{self.code}import setuptools\nsetuptools.setup()\n".encode()
             entry.size = len(text)
             opened.addfile(entry, io.BytesIO(text))
 
-    def build_backend(self) -> bytes:
-        """A newer setuptools, whose build backend is the code."""
+    def make_build_backend(self) -> bytes:
+        """Return a wheel of a newer setuptools, whose build backend is the code."""
         out = io.BytesIO()
         info = "setuptools-9999.dist-info"
         with zipfile.ZipFile(out, "w") as archive:
@@ -168,18 +179,18 @@ def attack(tmp_path: Path) -> Attack:
 
 
 class Host:
-    """A place where the role's tasks install the package."""
+    """A directory in which the tasks of the role install the package."""
 
     def __init__(self, directory: Path, mirror: Mirror) -> None:
         self.directory = directory
-        self.place = directory / "install"
+        self.install_directory = directory / "install"
         self.variables: dict[str, Any] = {
             "ansible_python_interpreter": "/usr/bin/python3",
-            "gateway_install_dir": str(self.place),
+            "gateway_install_dir": str(self.install_directory),
             "gateway_python": "/usr/bin/python3",
             "gateway_pip_args": ["--index-url", mirror.url],
             "gateway_stamp": "attacked",
-            "gateway_supervised_by": "none",
+            "gateway_effective_supervisor": "none",
             "gateway_pid_file": str(directory / "gateway.pid"),
         }
 
@@ -195,7 +206,7 @@ class Host:
         return _run_pip(argv, environment(self.directory))
 
     def has_program(self, program: str) -> bool:
-        return (self.place / "venv" / "bin" / program).exists()
+        return (self.install_directory / "venv" / "bin" / program).exists()
 
 
 @pytest.fixture
@@ -204,22 +215,22 @@ def host(tmp_path: Path, mirror: Mirror) -> Host:
 
 
 def _run_pip(argv: list[str], variables: dict[str, str], **more: str) -> subprocess.CompletedProcess[str]:
-    """With only the mirror: this machine's settings of other indexes for pip are ignored."""
+    """Run a command with only the mirror as its index. Ignores the pip settings of this machine."""
     env = {name: value for name, value in variables.items() if not name.startswith("PIP_")}
     env |= {"PIP_CONFIG_FILE": os.devnull, "PIP_NO_CACHE_DIR": "1", "PIP_NO_COMPILE": "1", **more}
     return subprocess.run(argv, capture_output=True, text=True, timeout=_INSTALL_SECONDS, env=env, check=False)
 
 
-def _has_mismatch(done: subprocess.CompletedProcess[str]) -> bool:
-    return done.returncode != 0 and "DO NOT MATCH THE HASHES" in done.stdout + done.stderr
+def _has_mismatch(result: subprocess.CompletedProcess[str]) -> bool:
+    return result.returncode != 0 and "DO NOT MATCH THE HASHES" in result.stdout + result.stderr
 
 
 def test_a_changed_wheel_is_not_installed(mirror: Mirror, host: Host, attack: Attack) -> None:
-    name = mirror.name_of(CHANGED)
-    mirror.files[name] = attack.make_changed_wheel(mirror.files[name], f"{MODULE}/__init__.py")
-    done = host.install()
-    assert _has_mismatch(done), done.stdout
-    assert not list((host.place / "venv").rglob(MODULE))
+    name = mirror.name_of(CHANGED_PACKAGE)
+    mirror.files[name] = attack.make_changed_wheel(mirror.files[name], f"{CHANGED_MODULE}/__init__.py")
+    result = host.install()
+    assert _has_mismatch(result), result.stdout
+    assert not list((host.install_directory / "venv").rglob(CHANGED_MODULE))
     assert not host.has_program("sandbox-gateway")
 
 
@@ -228,23 +239,25 @@ def test_an_sdist_instead_of_a_wheel_is_not_built(mirror: Mirror, host: Host, at
     version = name.split("-")[1]
     del mirror.files[name]
     mirror.files[f"setuptools-{version}.tar.gz"] = attack.make_sdist("setuptools", version)
-    done = host.install()
+    result = host.install()
     assert not attack.succeeded
-    assert _has_mismatch(done), done.stdout
+    assert _has_mismatch(result), result.stdout
 
 
 def test_a_newer_build_backend_is_not_used(mirror: Mirror, host: Host, attack: Attack) -> None:
-    mirror.files["setuptools-9999-py3-none-any.whl"] = attack.build_backend()
-    done = host.install()
+    mirror.files["setuptools-9999-py3-none-any.whl"] = attack.make_build_backend()
+    result = host.install()
     assert not attack.succeeded
-    assert done.returncode == 0, done.stdout
+    assert result.returncode == 0, result.stdout
     assert host.has_program("sandbox-gateway")
-    assert mirror.asked <= {_project(name) for name in mirror.files}, "nothing was looked for that is not pinned"
+    assert mirror.requested_projects <= {_parse_project(name) for name in mirror.files}, (
+        "nothing was looked for that is not pinned"
+    )
 
 
 def test_a_changed_gateway_package_is_not_built(host: Host, attack: Attack) -> None:
-    """The file is replaced after the role has copied it: here, by the program that creates the virtual environment."""
-    tarball, python = host.place / "sandbox-gateway.tar.gz", host.directory / "python"
+    """The program that creates the virtual environment replaces the file after the role has copied it."""
+    tarball, python = host.install_directory / "sandbox-gateway.tar.gz", host.directory / "python"
     evil = host.directory / "evil.tar"
     subprocess.run([sys.executable, PACK, GATEWAY, f"{evil}.gz"], capture_output=True, timeout=60, check=True)
     subprocess.run(["gzip", "--decompress", f"{evil}.gz"], timeout=60, check=True)
@@ -252,38 +265,38 @@ def test_a_changed_gateway_package_is_not_built(host: Host, attack: Attack) -> N
     python.write_text(f'#!/bin/sh\ngzip <{evil} >{tarball}\nexec /usr/bin/python3 "$@"\n')
     python.chmod(0o755)
     host.variables["gateway_python"] = str(python)
-    done = host.install()
+    result = host.install()
     assert not attack.succeeded
-    assert _has_mismatch(done), done.stdout
+    assert _has_mismatch(result), result.stdout
     assert not host.has_program("sandbox-gateway")
 
 
 @pytest.fixture
 def checkout(tmp_path: Path) -> Path:
-    """The files from which `./dev` creates .venv, with only the gateway's own packages."""
-    place = tmp_path / "checkout"
-    shutil.copytree(GATEWAY, place / "gateway", ignore=shutil.ignore_patterns("*.egg-info", "__pycache__", "build"))
-    shutil.copy(session.REPOSITORY / "dev", place)
-    (place / "requirements").mkdir()
-    shutil.copy(GATEWAY / "requirements.txt", place / "requirements" / "dev.txt")
-    return place
+    """The files from which `./dev` creates .venv, with only the packages of the gateway."""
+    directory = tmp_path / "checkout"
+    shutil.copytree(GATEWAY, directory / "gateway", ignore=shutil.ignore_patterns("*.egg-info", "__pycache__", "build"))
+    shutil.copy(session.REPOSITORY / "dev", directory)
+    (directory / "requirements").mkdir()
+    shutil.copy(GATEWAY / "requirements.txt", directory / "requirements" / "dev.txt")
+    return directory
 
 
 def test_dev_does_not_install_a_changed_wheel(mirror: Mirror, checkout: Path, attack: Attack) -> None:
-    name = mirror.name_of(CHANGED)
-    mirror.files[name] = attack.make_changed_wheel(mirror.files[name], f"{MODULE}/__init__.py")
+    name = mirror.name_of(CHANGED_PACKAGE)
+    mirror.files[name] = attack.make_changed_wheel(mirror.files[name], f"{CHANGED_MODULE}/__init__.py")
     assert _has_mismatch(_run_dev(checkout, mirror))
-    assert not list((checkout / ".venv").rglob(MODULE))
+    assert not list((checkout / ".venv").rglob(CHANGED_MODULE))
 
 
 def test_dev_does_not_use_a_newer_build_backend(mirror: Mirror, checkout: Path, attack: Attack) -> None:
-    mirror.files["setuptools-9999-py3-none-any.whl"] = attack.build_backend()
-    done = _run_dev(checkout, mirror)
+    mirror.files["setuptools-9999-py3-none-any.whl"] = attack.make_build_backend()
+    result = _run_dev(checkout, mirror)
     assert not attack.succeeded
-    assert (checkout / ".venv" / "bin" / "sandbox-gateway").exists(), done.stderr
-    assert mirror.asked <= {_project(name) for name in mirror.files}
+    assert (checkout / ".venv" / "bin" / "sandbox-gateway").exists(), result.stderr
+    assert mirror.requested_projects <= {_parse_project(name) for name in mirror.files}
 
 
 def _run_dev(checkout: Path, mirror: Mirror) -> subprocess.CompletedProcess[str]:
-    """The tests that `./dev` would then run do not exist there."""
+    """Run `./dev test unit`, which creates .venv. The tests do not exist in the checkout."""
     return _run_pip([str(checkout / "dev"), "test", "unit"], dict(os.environ), PIP_INDEX_URL=mirror.url)

@@ -1,4 +1,4 @@
-"""The releases of ansible-core that attacks are tested on: the oldest that the collection supports, and the newest."""
+"""Run Ansible with the oldest release of ansible-core that the collection supports, or with the newest one."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from typing import Any
 from tests.support import session
 
 NEWEST = "newest"
-"""The release that these tests run with."""
+"""The release in the environment of the tests."""
 OLDEST = "oldest"
 EACH = (OLDEST, NEWEST)
-_OLDEST = (
+_OLDEST_PINS = (
     "ansible-core==2.16.19 --hash=sha256:d7a32ba0f96f9c6582b7ff159a4a6f0e694662cfc4840497c88fed63bf58cd14",
     "resolvelib==1.0.1 --hash=sha256:d2da45d1a8dfee81bdd591647783e340ef3bcb104b54c383f70d422ef5cc7dbf",
 )
-"""Packages that .venv has in another version. It has the rest, as requirements/dev.txt pins it."""
+"""Packages of which .venv has another version. All others are taken from .venv, as pinned in requirements/dev.txt."""
 _INSTALL_SECONDS = 600
 _RUN_SECONDS = 300
 
@@ -31,7 +31,7 @@ _RUN_SECONDS = 300
 def run_command(
     core: str, program: str, *arguments: str | Path, cwd: Path, environment: dict[str, str] | None = None
 ) -> subprocess.CompletedProcess[str]:
-    """Run `ansible-playbook` (``program`` is "playbook"), `ansible-inventory` ("inventory") or another."""
+    """Run a program of Ansible: ``program`` is "playbook" for `ansible-playbook`, and so on."""
     return subprocess.run(
         [sys.executable, "-m", "ansible", program, *map(str, arguments)],
         env={**os.environ, **_environment(core, cwd), **(environment or {})},
@@ -45,14 +45,14 @@ def run_command(
     )
 
 
-def run_plays(core: str, folder: Path, hosts: Path | str, *plays: dict[str, Any], **environment: str) -> str:
-    """Run plays that gather no facts; returns the output. A traceback fails the test."""
-    book = folder / "book.yml"
-    book.write_text(json.dumps([{"gather_facts": False, **each} for each in plays]))
+def run_plays(core: str, directory: Path, hosts: Path | str, *plays: dict[str, Any], **environment: str) -> str:
+    """Run plays without gathering facts, and return their output. A traceback in the output fails the test."""
+    playbook = directory / "book.yml"
+    playbook.write_text(json.dumps([{"gather_facts": False, **each} for each in plays]))
     python = f"ansible_python_interpreter={sys.executable}"
-    done = run_command(core, "playbook", "-i", hosts, "-e", python, book, cwd=folder, environment=environment)
-    assert "Traceback" not in done.stdout + done.stderr, done.stdout + done.stderr
-    return done.stdout + done.stderr
+    result = run_command(core, "playbook", "-i", hosts, "-e", python, playbook, cwd=directory, environment=environment)
+    assert "Traceback" not in result.stdout + result.stderr, result.stdout + result.stderr
+    return result.stdout + result.stderr
 
 
 def _environment(core: str, scratch: Path) -> dict[str, str]:
@@ -66,37 +66,37 @@ def _environment(core: str, scratch: Path) -> dict[str, str]:
         "LC_ALL": "C.UTF-8",
         "PYTHONDONTWRITEBYTECODE": "1",
     }
-    return {**variables, "PYTHONPATH": str(_oldest())} if core == OLDEST else variables
+    return {**variables, "PYTHONPATH": str(_install_oldest())} if core == OLDEST else variables
 
 
 @cache
-def _oldest() -> Path:
-    """A directory with the oldest release and its requirements, installed once for each test state."""
+def _install_oldest() -> Path:
+    """Install the oldest release and its requirements, once for each test state. Return the directory."""
     version = ".".join(map(str, sys.version_info[:2]))
-    digest = hashlib.sha256(" ".join([version, *_OLDEST]).encode()).hexdigest()[:32]
-    place = session.cache_dir() / f"ansible-core-{digest}"
-    if not place.exists():
+    digest = hashlib.sha256(" ".join([version, *_OLDEST_PINS]).encode()).hexdigest()[:32]
+    directory = session.cache_dir() / f"ansible-core-{digest}"
+    if not directory.exists():
         with tempfile.TemporaryDirectory(dir=session.cache_dir()) as scratch:
-            made = Path(scratch) / "made"
-            _install(_OLDEST, made)
+            temporary = Path(scratch) / "made"
+            _install(_OLDEST_PINS, temporary)
             try:
                 # Atomic: the directory exists only if it is complete.
-                made.rename(place)
+                temporary.rename(directory)
             except OSError:
-                assert place.exists(), f"{place} cannot be made"
-    return place
+                assert directory.exists(), f"{directory} cannot be created"
+    return directory
 
 
-def _install(requirements: Sequence[str], place: Path) -> None:
+def _install(requirements: Sequence[str], directory: Path) -> None:
     pip = [sys.executable, "-m", "pip", "install", "-q", "--disable-pip-version-check", "--no-deps", "--require-hashes"]
-    with tempfile.NamedTemporaryFile("w", suffix=".txt") as listed:
-        listed.write("\n".join(requirements))
-        listed.flush()
-        done: subprocess.CompletedProcess[Any] = subprocess.run(
-            [*pip, "--only-binary=:all:", "--target", place, "--requirement", listed.name],
+    with tempfile.NamedTemporaryFile("w", suffix=".txt") as requirements_file:
+        requirements_file.write("\n".join(requirements))
+        requirements_file.flush()
+        result: subprocess.CompletedProcess[Any] = subprocess.run(
+            [*pip, "--only-binary=:all:", "--target", directory, "--requirement", requirements_file.name],
             capture_output=True,
             text=True,
             timeout=_INSTALL_SECONDS,
             check=False,
         )
-    assert done.returncode == 0, f"{requirements[0]} cannot be installed: {done.stderr}"
+    assert result.returncode == 0, f"{requirements[0]} cannot be installed: {result.stderr}"

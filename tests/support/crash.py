@@ -1,11 +1,11 @@
-"""Run verbs of an engine, each in a separate process, and die in the middle: ``python -m tests.support.crash``.
+"""Run verbs of an engine, each in a separate process, and kill them: ``python -m tests.support.crash``.
 
-An audit hook counts every step that changes the world outside the process (a file created, linked, renamed, removed, an
-ioctl, a new process, a command to QEMU); at the requested step the process dies at once, as by ``kill -9``. Without
-such a step it ends normally and prints, as JSON, the number of steps and which of them are commands to QEMU.
+An audit hook counts every step that changes the world outside the process, such as creating or renaming a file, an
+ioctl, a new process, or a command to QEMU. At the requested step, the process exits immediately, as after ``kill -9``.
+If no step is requested, it ends normally and prints the number of steps and the numbers of the QMP commands as JSON.
 
-Verbs are run by copies (``fork``) of a process that has imported everything and reads the verb's name. With arguments,
-it creates a scene instead, describes it on standard output, and waits until it is killed.
+Each verb runs in a forked copy of a process that has already imported all modules. With arguments, the program instead
+creates a scenario, prints its state to standard output, and waits until it is killed.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from sandbox_gateway.hosts.base import Host
 from tests.support import session
 
 KILLED = 137
-_CHANGES = {
+_STEP_EVENTS = {
     "fcntl.ioctl",
     "os.chmod",
     "os.link",
@@ -74,8 +74,8 @@ VOLUME_VERBS: dict[str, Any] = {
 }
 
 
-async def _ten_with_volumes(engine: Engine) -> None:
-    """Ten sandboxes: every fourth one shares a volume, and all share a fifth, read-only for most of them."""
+async def _create_ten_with_volumes(engine: Engine) -> None:
+    """Create ten sandboxes: every fourth one shares a volume, and all of them share a fifth, most of them read-only."""
     for number in range(5):
         await engine.volumes.create(f"v{number}", 64)
     for first in range(4):
@@ -86,11 +86,11 @@ async def _ten_with_volumes(engine: Engine) -> None:
     await engine.commands.exec("box0", ["sh", "-c", "echo v4 >/ours/who && sync"])
 
 
-SCENES: dict[str, Any] = {"ten-with-volumes": _ten_with_volumes}
+SCENARIOS: dict[str, Any] = {"ten-with-volumes": _create_ten_with_volumes}
 
 
 def observable_state(engine: Engine) -> Any:
-    """Everything about sandboxes and volumes that a restart must not change, as plain data."""
+    """Return everything about sandboxes and volumes that a restart must not change, as plain data."""
     sandboxes = [each.model_dump(mode="json", exclude={"host"}) for each in engine.sandboxes.list()]
     table = {
         each.name: [(sandbox.name, mount.path, mount.read_only) for sandbox, mount in engine.volumes.mounts_of(each)]
@@ -101,12 +101,12 @@ def observable_state(engine: Engine) -> Any:
 
 
 class Daemon:
-    """A gateway's engine in a separate process, with a scene."""
+    """A gateway's engine in a separate process, with a scenario."""
 
-    def __init__(self, config: Config, factory: str, scene: str, path: Path) -> None:
+    def __init__(self, config: Config, factory: str, scenario: str, path: Path) -> None:
         path.write_text(config.model_dump_json())
         self._errors = path.with_suffix(".log").open("w+")
-        argv = [sys.executable, "-m", "tests.support.crash", str(path), factory, scene]
+        argv = [sys.executable, "-m", "tests.support.crash", str(path), factory, scenario]
         self._process = subprocess.Popen(
             argv, cwd=session.REPOSITORY, stdout=subprocess.PIPE, stderr=self._errors, text=True
         )
@@ -118,10 +118,10 @@ class Daemon:
         self.kill()
         self._errors.close()
 
-    def read_scene(self, seconds: float) -> Any:
-        """The description of the scene, once it is complete."""
+    def read_state(self, seconds: float) -> Any:
+        """Wait for the scenario, and return its observable state."""
         assert self._process.stdout is not None
-        assert select.select([self._process.stdout], [], [], seconds)[0], "the scene was not ready in time"
+        assert select.select([self._process.stdout], [], [], seconds)[0], "the scenario was not ready in time"
         line = self._process.stdout.readline()
         self._errors.seek(0)
         assert line, self._errors.read()[-3000:]
@@ -140,7 +140,10 @@ class Runner:
         self._process: subprocess.Popen[str] | None = None
 
     def run(self, config: Config, verb: str, fatal: int, output: Path) -> int:
-        """Returns 0, KILLED, or another exit code; ``output`` then holds the verb's output."""
+        """Run a verb, and kill it at the step ``fatal``. Return its exit code: 0, KILLED, or another after a failure.
+
+        Its output is written to the file ``output``.
+        """
         if self._process is None:
             argv = [sys.executable, "-m", "tests.support.crash"]
             pipe = subprocess.PIPE
@@ -148,8 +151,8 @@ class Runner:
                 argv, cwd=session.REPOSITORY, stdin=pipe, stdout=pipe, text=True, start_new_session=True
             )
         assert self._process.stdin and self._process.stdout
-        order = [config.model_dump_json(), self._factory, verb, fatal, str(output)]
-        print(json.dumps(order), file=self._process.stdin, flush=True)
+        request = [config.model_dump_json(), self._factory, verb, fatal, str(output)]
+        print(json.dumps(request), file=self._process.stdin, flush=True)
         assert select.select([self._process.stdout], [], [], 300)[0], f"{verb} did not end"
         return int(self._process.stdout.readline())
 
@@ -157,24 +160,24 @@ class Runner:
         if self._process is not None:
             try:
                 self._process.communicate(timeout=30)
-            except subprocess.TimeoutExpired:  # a hanging verb is killed with it
+            except subprocess.TimeoutExpired:  # also kill a verb that hangs
                 os.killpg(self._process.pid, signal.SIGKILL)
                 self._process.wait(30)
             self._process = None
 
 
 class Steps:
-    """Counts steps, and dies before one of them."""
+    """Counts steps, and exits before the step ``fatal``."""
 
     def __init__(self, fatal: int) -> None:
         self._fatal = fatal
         self.count = 0
         self.qmp: list[int] = []
-        """The steps that are commands to QEMU."""
+        """The numbers of the steps that are commands to QEMU."""
         self.armed = False
 
     def on_audit(self, event: str, arguments: tuple[Any, ...]) -> None:
-        if event in _CHANGES or (event == "open" and _writes(arguments)):
+        if event in _STEP_EVENTS or (event == "open" and _opens_for_writing(arguments)):
             self._step()
 
     def watch_qmp(self) -> None:
@@ -195,7 +198,7 @@ class Steps:
         return self.armed
 
 
-def _writes(arguments: tuple[Any, ...]) -> bool:
+def _opens_for_writing(arguments: tuple[Any, ...]) -> bool:
     return isinstance(arguments[2], int) and bool(arguments[2] & (os.O_WRONLY | os.O_RDWR | os.O_CREAT))
 
 
@@ -208,22 +211,22 @@ async def _run(host: Host, config: Config, verb: str, steps: Steps) -> None:
     await engine.close()
 
 
-async def _hold_scene(host: Host, config: Config, scene: str) -> None:
+async def _hold_scenario(host: Host, config: Config, scenario: str) -> None:
     engine = Engine(host, config)
     await engine.open()
-    await SCENES[scene](engine)
+    await SCENARIOS[scenario](engine)
     print(json.dumps(observable_state(engine)), flush=True)
     await asyncio.Event().wait()
 
 
-def _host(factory: str, config: Config) -> Host:
+def _make_host(factory: str, config: Config) -> Host:
     module, _, name = factory.rpartition(".")
-    made: Host = getattr(importlib.import_module(module), name)(config)
-    return made
+    host: Host = getattr(importlib.import_module(module), name)(config)
+    return host
 
 
 def _run_once(config: Config, factory: str, verb: str, fatal: int) -> None:
-    host = _host(factory, config)
+    host = _make_host(factory, config)
     steps = Steps(fatal)
     sys.addaudithook(steps.on_audit)
     steps.watch_qmp()
@@ -254,9 +257,9 @@ def main() -> None:
     if len(sys.argv) == 1:
         _serve()
         return
-    path, factory, scene = sys.argv[1:]
+    path, factory, scenario = sys.argv[1:]
     config = Config.model_validate_json(Path(path).read_text())
-    asyncio.run(_hold_scene(_host(factory, config), config, scene))
+    asyncio.run(_hold_scenario(_make_host(factory, config), config, scenario))
 
 
 if __name__ == "__main__":

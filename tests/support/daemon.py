@@ -1,4 +1,4 @@
-"""The real daemon in a separate process, above a host in memory: its descriptors and its memory are only its own."""
+"""The real daemon with an in-memory host, in a separate process, so that its descriptors and memory can be measured."""
 
 from __future__ import annotations
 
@@ -32,10 +32,13 @@ asyncio.run(serving.run(load(Path(sys.argv[1]))))
 
 
 class Daemon:
-    """It listens on a unix socket and on ``port``. ``files``: its limit of open files; 0: ours."""
+    """A daemon that listens on a unix socket and on ``port``.
+
+    ``files``: its limit of open files; 0: the limit of this process.
+    """
 
     def __init__(self, root: Path, *, files: int = 0, **server: Any) -> None:
-        # Socket paths must be short; a test's own directory may be deep.
+        # Paths of unix sockets must be short, and the directory of a test may have a long path.
         self._run = tempfile.TemporaryDirectory(prefix="grove-daemon-")
         self.socket = Path(self._run.name) / "gateway.sock"
         self.port = session.free_port()
@@ -79,40 +82,40 @@ class Daemon:
         self._run.cleanup()
 
     def administrator(self) -> httpx.Client:
-        """Over the unix socket."""
+        """Return a client with administrator rights, which connects over the unix socket."""
         transport = httpx.HTTPTransport(uds=str(self.socket))
         return httpx.Client(transport=transport, base_url="http://gateway", timeout=30)
 
     def check_health(self) -> None:
-        """Raises unless the unix socket is served."""
+        """Check that the daemon responds on the unix socket. Raises httpx.HTTPError."""
         with self.administrator() as client:
             client.get("/health").raise_for_status()
 
     def create_sandbox(self, name: str = "one") -> dict[str, Any]:
-        """A new sandbox from a template built for it; with its `address`."""
+        """Build the template `base`, and create a sandbox from it. Return its fields, including its `address`."""
         with self.administrator() as client:
-            built = client.post("/templates", json={"name": "base"}).raise_for_status().json()
-            client.get(f"/templates/base/builds/{built['buildID']}/logs", params={"follow": "true"})
-            created: dict[str, Any] = (
+            build = client.post("/templates", json={"name": "base"}).raise_for_status().json()
+            client.get(f"/templates/base/builds/{build['buildID']}/logs", params={"follow": "true"})
+            sandbox: dict[str, Any] = (
                 client.post("/sandboxes", json={"templateID": "base", "name": name}).raise_for_status().json()
             )
-            return created | client.get(f"/sandboxes/{name}").raise_for_status().json()
+            return sandbox | client.get(f"/sandboxes/{name}").raise_for_status().json()
 
     def memory_use(self) -> int:
-        """Bytes of its memory."""
+        """Return the resident memory of the daemon in bytes."""
         status = Path(f"/proc/{self.process.pid}/status").read_text()
-        found = re.search(r"^VmRSS:\s+(\d+) kB", status, re.MULTILINE)
-        assert found, "the daemon has ended"
-        return int(found[1]) * 1024
+        match = re.search(r"^VmRSS:\s+(\d+) kB", status, re.MULTILINE)
+        assert match, "the daemon has ended"
+        return int(match[1]) * 1024
 
     def descriptors(self) -> int:
         return len(list(Path(f"/proc/{self.process.pid}/fd").iterdir()))
 
     def metric(self, name: str, **labels: str) -> float:
-        """The value of a metric; 0 if it has not been counted."""
+        """Return the value of a metric; 0 if it does not exist yet."""
         with self.administrator() as client:
             text = client.get("/metrics").text
-        inner = ",".join(f'{key}="{value}"' for key, value in labels.items())
-        sought = re.escape(f"{name}{{{inner}}}" if labels else name)
-        found = re.search(rf"^{sought} (\S+)$", text, re.MULTILINE)
-        return float(found[1]) if found else 0.0
+        label_text = ",".join(f'{key}="{value}"' for key, value in labels.items())
+        pattern = re.escape(f"{name}{{{label_text}}}" if labels else name)
+        match = re.search(rf"^{pattern} (\S+)$", text, re.MULTILINE)
+        return float(match[1]) if match else 0.0

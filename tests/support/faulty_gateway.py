@@ -1,7 +1,7 @@
-"""A gateway with faults on request: the real API and engine above a host in memory, behind a layer of faults.
+"""A gateway with faults on request: the real API and engine with an in-memory host, behind a proxy.
 
-The layer is an HTTP server that forwards requests, and can refuse, change, delay or cut them. The machines of the host
-are those of tests/api/memory_host.py, with a shell that knows enough for the collection's tests.
+The proxy is an HTTP server that forwards requests, and can refuse, change, delay or drop them. The machines of the host
+are those of tests/api/memory_host.py, with a shell that supports the commands of the collection's tests.
 """
 
 from __future__ import annotations
@@ -31,16 +31,16 @@ from tests.api.memory_host import Machine, MemoryHost
 
 TEMPLATE = "base"
 PAGE = 3
-"""The largest number of entries in one answer: a client that forgets the next page is noticed."""
+"""Maximum number of entries in one response. It is small, so that tests detect a client that ignores further pages."""
 _SECONDS = 60
 Rewrite = Callable[[str, str, int, Any], tuple[int, Any]]
-"""(method, target, status, data) of an answer → the status and the data that a client gets instead."""
+"""Takes (method, target, status, data) of a response. Returns the status and the data to send instead."""
 Intercept = Callable[[str, str], "tuple[int, Any] | None"]
-"""(method, target) of a request → an answer in place of the gateway's; None: the gateway answers."""
+"""Takes (method, target) of a request. Returns the status and the data to send; None: forward it to the gateway."""
 
 
 class ShellMachine(Machine):
-    """Its shell records writes to a file, fails at `false`, and finds everything else in order."""
+    """A machine whose shell performs writes to a file, fails for `false`, and succeeds for all other commands."""
 
     def _start_process(self, body: bytes) -> bytes:
         return super()._start_process(body.replace(b'"false"', b'"fail"'))
@@ -54,13 +54,13 @@ class ShellMachine(Machine):
 
 
 class FaultyHost(MemoryHost):
-    """A host of ShellMachines. Agents of sandboxes in ``failing`` do not answer. Builds wait during ``holding``."""
+    """A host of ShellMachines. Agents of sandboxes in ``failing`` do not respond. Builds wait while ``holding``."""
 
     machine_type = ShellMachine
     holding = False
 
     async def build_base(self, base: Snapshot, recipe: Recipe, log: Log) -> Snapshot:
-        # Tests set it in another thread.
+        # Tests set ``holding`` in another thread.
         while self.holding:  # noqa: ASYNC110
             await asyncio.sleep(0.02)
         return await super().build_base(base, recipe, log)
@@ -72,14 +72,14 @@ class FaultyHost(MemoryHost):
 
 
 class FaultyGateway:
-    """``url`` is the layer's; ``calls``: (method, target) of each request to it.
+    """A gateway behind a proxy at ``url``. ``calls``: (method, target) of each request to the proxy.
 
-    ``token``: the only key that it accepts; empty: no key is needed. ``version``: the version that it reports.
+    ``token``: the only key that the proxy accepts; empty: no key is needed. ``version``: the version that it reports.
 
     Faults: ``failing``, names of sandboxes whose fork or rollback fails; ``holding``, whether builds wait; ``busy``,
-    how many requests are refused as too many at once; ``cut``, how many connections end without an answer; ``delay``,
-    seconds before each answer; ``vanish``, ids of snapshots and sandboxes that are removed after a client has seen
-    them; ``intercept`` and ``rewrite``, see their types.
+    number of the next requests to refuse with status 429; ``cut``, number of the next connections to close without a
+    response; ``delay``, seconds before each response; ``vanish``, ids of snapshots and sandboxes that are removed after
+    a client has read them; ``intercept`` and ``rewrite``, see their types.
     """
 
     def __init__(self, root: Path) -> None:
@@ -88,15 +88,15 @@ class FaultyGateway:
         self._forget_faults()
         self._gateway = memory_gateway.MemoryGateway(root, FaultyHost(), log={"level": "warning"})
         self._gateway.build_template(TEMPLATE)
-        self._known = _Known(self.request("GET", "/openapi.json"))
+        self._known = _ApiFields(self.request("GET", "/openapi.json"))
         self._handler = type("Handler", (_Handler,), {"gateway": self})
         self._undo = contextlib.ExitStack()
         self._undo.callback(self._gateway.end)
         server = ThreadingHTTPServer(("127.0.0.1", 0), self._handler)
-        # Its connections inherit this. Otherwise each body waits 40 ms for the client to acknowledge the headers.
+        # Connections inherit this option. Without it, each body waits 40 ms for the client to acknowledge the headers.
         server.socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         self.url = f"http://127.0.0.1:{server.server_address[1]}"
-        self._undo.enter_context(_running(server))
+        self._undo.enter_context(_serving(server))
 
     def _forget_faults(self) -> None:
         self.token = self.version = ""
@@ -109,23 +109,23 @@ class FaultyGateway:
 
     @contextlib.contextmanager
     def listening(self, path: Path) -> Iterator[str]:
-        """Serve the layer on a unix socket, too; yields its URL."""
-        with _running(_UnixServer(str(path), self._handler)):
+        """Serve the proxy on a unix socket too. Yields its URL."""
+        with _serving(_UnixServer(str(path), self._handler)):
             yield f"unix://{path}"
 
     def end(self) -> None:
         self._undo.close()
 
-    # Direct requests, without the layer
+    # -- direct requests, without the proxy ----------------------------------------------------------------------------
 
     def request(self, method: str, path: str, body: Any = None) -> Any:
-        """The data of a successful answer."""
+        """Send a request that must succeed, and return the data of the response."""
         status, _, raw = self._forward(method, path, None if body is None else json.dumps(body).encode())
         assert status < 400, (method, path, raw)
         return json.loads(raw) if raw else None
 
     def list_objects(self, kind: str) -> list[dict[str, Any]]:
-        """All `sandboxes`, `snapshots`, `templates` (that are built) or `volumes`."""
+        """Return all `sandboxes`, `snapshots`, finished `templates` or `volumes`."""
         return [
             each for each in self.request("GET", f"/{kind}?limit=1000") if each.get("buildStatus") in (None, "ready")
         ]
@@ -134,7 +134,7 @@ class FaultyGateway:
         return [name for each in self.list_objects(kind) for name in each.get("names") or [each["name"]]]
 
     def end_machine(self, name: str) -> None:
-        """Simulate the end of the process of a sandbox's machine; returns when the gateway has noticed."""
+        """Stop a sandbox's machine as if its process had ended, and wait until the gateway has detected that."""
         (box,) = self.request("GET", f"/sandboxes?name={name}")
         instance = self._host.saved[box["sandboxID"]].instance
 
@@ -145,11 +145,11 @@ class FaultyGateway:
         asyncio.run_coroutine_threadsafe(end(), self._gateway.loop).result(_SECONDS)
         deadline = time.monotonic() + _SECONDS
         while self.request("GET", f"/sandboxes?name={name}")[0]["state"] != "paused":
-            assert time.monotonic() < deadline, f"that the machine of {name} ended was not noticed"
+            assert time.monotonic() < deadline, f"the gateway did not detect that the machine of {name} ended"
             time.sleep(0.02)
 
     def write(self, name: str) -> None:
-        """Change the file system of a sandbox, if it runs."""
+        """Write a file in a sandbox, if it is running."""
         if self.request("GET", f"/sandboxes?name={name}&state=running"):
             self.request("POST", f"/sandboxes/{name}/exec", {"args": ["write", "/root/written", "something"]})
 
@@ -163,7 +163,7 @@ class FaultyGateway:
             self.request("DELETE", f"/sandboxes/{box['sandboxID']}")
         for snapshot in self.list_objects("snapshots"):
             self.request("DELETE", f"/snapshots/{snapshot['snapshotID']}")
-        # A volume that was made from a snapshot must be removed before the volume of that snapshot.
+        # A volume that was created from a snapshot must be removed before the volume of that snapshot.
         for volume in reversed(self.list_objects("volumes")):
             self.request("DELETE", f"/volumes/{volume['name']}?withSnapshots=true")
         for template in self.list_objects("templates"):
@@ -194,10 +194,10 @@ class FaultyGateway:
     def holding(self, value: bool) -> None:
         self._host.holding = value
 
-    # The layer
+    # -- the proxy -----------------------------------------------------------------------------------------------------
 
     def answer(self, method: str, target: str, raw: bytes, key: str) -> tuple[int, Any, dict[str, str]]:
-        """Status, JSON (None: no body) and headers."""
+        """Return the status, the JSON (None: no body) and the headers of the response."""
         time.sleep(self.delay)
         path, _, query = target.partition("?")
         with self._lock:
@@ -206,25 +206,27 @@ class FaultyGateway:
         if path != "/health" and self.token and key != self.token:
             return 401, _refusal(401, "unauthorized", "this needs a key"), {}
         if path != "/health" and busy:
-            return 429, _refusal(429, "busy", "too much at once: try again"), {"Retry-After": "0"}
+            return 429, _refusal(429, "busy", "too many requests at once: try again"), {"Retry-After": "0"}
         if self.intercept is not None and (answer := self.intercept(method, target)) is not None:
             return *answer, {}
-        asked = dict(parse_qsl(query))
-        unknown = self._known.find_unknown(method, path, asked, json.loads(raw) if raw else {})
+        query_fields = dict(parse_qsl(query))
+        unknown = self._known.find_unknown_fields(method, path, query_fields, json.loads(raw) if raw else {})
         if unknown:
             return 400, _refusal(400, "invalid", f"unknown: {', '.join(unknown)}"), {}
-        if "limit" in asked:
-            asked["limit"] = str(min(int(asked["limit"]), PAGE))
-        status, headers, found = self._forward(method, f"{path}?{urlencode(asked)}" if asked else path, raw)
-        data = json.loads(found) if found else None
+        if "limit" in query_fields:
+            query_fields["limit"] = str(min(int(query_fields["limit"]), PAGE))
+        status, headers, body = self._forward(
+            method, f"{path}?{urlencode(query_fields)}" if query_fields else path, raw
+        )
+        data = json.loads(body) if body else None
         if method == "GET" and isinstance(data, dict):
             self._remove_after_answer(path, data)
         if path == "/health" and self.version:
             data["version"] = self.version
         if self.rewrite is not None:
             status, data = self.rewrite(method, target, status, data)
-        passed = ("Date", "Retry-After", "X-Next-Token")
-        return status, data, {name: headers[name] for name in passed if headers[name] is not None}
+        forwarded = ("Date", "Retry-After", "X-Next-Token")
+        return status, data, {name: headers[name] for name in forwarded if headers[name] is not None}
 
     def _remove_after_answer(self, path: str, data: dict[str, Any]) -> None:
         for kind, ident in (("sandboxes", "sandboxID"), ("snapshots", "snapshotID")):
@@ -233,17 +235,17 @@ class FaultyGateway:
                 self.request("DELETE", f"/{kind}/{data[ident]}")
 
     def _forward(self, method: str, target: str, raw: bytes | None) -> tuple[int, Any, bytes]:
-        reused = getattr(self._of_thread, "connection", None)
-        connection = reused or _UnixConnection(str(self._gateway.socket))
+        idle_connection = getattr(self._of_thread, "connection", None)
+        connection = idle_connection or _UnixConnection(str(self._gateway.socket))
         try:
             connection.request(method, target, raw or None, {"Content-Type": "application/json"} if raw else {})
             response = connection.getresponse()
         except (http.client.HTTPException, ConnectionError):
             connection.close()
             self._of_thread.connection = None
-            if reused is None:
+            if idle_connection is None:
                 raise
-            # The connection was idle for too long.
+            # The gateway may have closed the connection because it was idle for too long.
             return self._forward(method, target, raw)
         self._of_thread.connection = connection
         return response.status, response.headers, response.read()
@@ -260,7 +262,7 @@ def serve() -> Iterator[FaultyGateway]:
 
 
 @contextlib.contextmanager
-def _running(server: socketserver.BaseServer) -> Iterator[None]:
+def _serving(server: socketserver.BaseServer) -> Iterator[None]:
     thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.05})
     thread.start()
     try:
@@ -275,14 +277,14 @@ def _refusal(status: int, kind: str, message: str) -> dict[str, Any]:
     return {"code": status, "message": message, "error": message, "kind": kind, "blockers": []}
 
 
-class _Known:
-    """The fields and queries that an OpenAPI document names. The gateway ignores others; the layer rejects them."""
+class _ApiFields:
+    """The fields and query parameters in an OpenAPI document. The proxy rejects others; the gateway ignores them."""
 
     def __init__(self, document: dict[str, Any]) -> None:
         self._document = document
         self._paths = [(re.sub(r"\{[^}]+\}", "[^/]+", path), entry) for path, entry in document["paths"].items()]
 
-    def find_unknown(self, method: str, path: str, query: dict[str, Any], body: Any) -> list[str]:
+    def find_unknown_fields(self, method: str, path: str, query: dict[str, Any], body: Any) -> list[str]:
         for pattern, entry in self._paths:
             operation = entry.get(method.lower())
             if operation and re.fullmatch(pattern, path):
@@ -292,13 +294,13 @@ class _Known:
         return []
 
     def _fields(self, value: Any, schema: dict[str, Any]) -> list[str]:
-        """Fields of ``value`` that none of the schema's alternatives has."""
+        """Return the fields of ``value`` that no alternative of the schema has."""
         if "$ref" in schema:
             return self._fields(value, self._document["components"]["schemas"][schema["$ref"].rpartition("/")[2]])
         if "anyOf" in schema:
             kind = {dict: "object", list: "array"}.get(type(value))
-            fitting = [each for each in schema["anyOf"] if "$ref" in each or each.get("type") == kind]
-            return min((self._fields(value, each) for each in fitting), key=len, default=[])
+            candidates = [each for each in schema["anyOf"] if "$ref" in each or each.get("type") == kind]
+            return min((self._fields(value, each) for each in candidates), key=len, default=[])
         if isinstance(value, list):
             return [name for each in value for name in self._fields(each, schema.get("items", {}))]
         if not isinstance(value, dict) or "properties" not in schema:
@@ -344,7 +346,7 @@ class _Handler(BaseHTTPRequestHandler):
     do_GET = do_POST = do_PUT = do_PATCH = do_DELETE = _serve
 
     def log_message(self, *_: Any) -> None:
-        """Log nothing."""
+        """Do not log requests."""
 
 
 class _UnixServer(socketserver.ThreadingMixIn, socketserver.UnixStreamServer):

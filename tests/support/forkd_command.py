@@ -1,4 +1,4 @@
-"""The command `forkd` of gateway/extras/forkd, from the repository."""
+"""Install the command `forkd` from the repository's gateway/extras/forkd."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ _START_SECONDS = 20
 
 
 def install(directory: Path, *settings: str) -> Path:
-    """Put the command into ``directory``, as an installation of the package would, and return its path.
+    """Write the command to ``directory``, as an installation of the package would, and return its path.
 
-    ``settings``: Python statements that first change its modules ``command`` and ``port``.
+    ``settings``: Python statements that change the modules ``command`` and ``port`` before the command runs.
     """
     project = tomllib.loads((PACKAGE / "pyproject.toml").read_text())["project"]
     module, _, function = project["scripts"]["forkd"].partition(":")
@@ -37,7 +37,7 @@ def install(directory: Path, *settings: str) -> Path:
 
 
 def wait_for(target: str) -> None:
-    """Wait until a server listens on HOST:PORT."""
+    """Wait until a server listens on ``target``, which is HOST:PORT."""
     host, _, port = target.rpartition(":")
     deadline = time.monotonic() + _START_SECONDS
     while True:

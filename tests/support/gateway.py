@@ -22,8 +22,9 @@ _BUILD_SECONDS = 900
 
 
 class Gateway:
-    """One daemon, with ``environment`` added to this process's. ``client`` connects as an administrator over
-    ``socket``; programs use ``url``.
+    """A daemon with its own directories and network. ``environment`` is added to the environment of this process.
+
+    ``client`` connects as an administrator over ``socket``; programs use ``url``.
     """
 
     def __init__(
@@ -62,7 +63,7 @@ class Gateway:
         self.config.write_text(_toml(settings))
 
     def start(self, *, seconds: float = 90) -> None:
-        """Start the daemon and wait until it answers; raises with the end of its log if it does not."""
+        """Start the daemon and wait until it responds. Raises RuntimeError with the end of its log if it does not."""
         with self.log_file.open("ab") as log:
             self.process = subprocess.Popen(
                 [*self._program, "serve", "--config", str(self.config)],
@@ -75,7 +76,7 @@ class Gateway:
         deadline = time.monotonic() + seconds
         while True:
             if self.process.poll() is not None:
-                raise RuntimeError(f"the gateway ended with {self.process.returncode}:\n{self.log_tail()}")
+                raise RuntimeError(f"the gateway exited with code {self.process.returncode}:\n{self.log_tail()}")
             if self.is_answering():
                 return
             if time.monotonic() > deadline:
@@ -89,11 +90,11 @@ class Gateway:
             return False
 
     def kill_9(self) -> None:
-        """End the daemon like a crash; its sandboxes keep running."""
+        """Kill the daemon with SIGKILL. Its sandboxes keep running."""
         self._signal(signal.SIGKILL)
 
     def stop(self, *, seconds: float = 30) -> int:
-        """SIGTERM; returns the exit code."""
+        """Stop the daemon with SIGTERM, and return its exit code."""
         return self._signal(signal.SIGTERM, seconds)
 
     def restart(self) -> None:
@@ -109,12 +110,15 @@ class Gateway:
     def log_tail(self, lines: int = 40) -> str:
         return "\n".join(self.log_file.read_text(errors="replace").splitlines()[-lines:])
 
-    def call(self, method: str, path: str, body: Any = None, *, status: int | None = None, **more: Any) -> Any:
-        """The answer's JSON (None if empty). Any status except ``status`` (default: any 2xx) fails, with the answer."""
-        answer = self.client.request(method, path, json=body, **more)
-        wanted = answer.is_success if status is None else answer.status_code == status
-        assert wanted, f"{method} {path}: {answer.status_code} {answer.text[:1000]}\n{self.log_tail(15)}"
-        return answer.json() if answer.content else None
+    def call(self, method: str, path: str, body: Any = None, *, status: int | None = None, **options: Any) -> Any:
+        """Send a request, and return the JSON of the response (None if empty).
+
+        Fails and shows the response if its status is not ``status`` (default: any 2xx).
+        """
+        response = self.client.request(method, path, json=body, **options)
+        is_expected = response.is_success if status is None else response.status_code == status
+        assert is_expected, f"{method} {path}: {response.status_code} {response.text[:1000]}\n{self.log_tail(15)}"
+        return response.json() if response.content else None
 
     def execute(self, sandbox: str, *args: str, **options: Any) -> dict[str, Any]:
         """Run a command in a sandbox: ``{exitCode, stdout, stderr, timedOut}``."""
@@ -123,13 +127,13 @@ class Gateway:
         return result
 
     def sh(self, sandbox: str, script: str) -> str:
-        """The output of a shell command that must succeed."""
+        """Run a shell command that must succeed, and return its output."""
         result = self.execute(sandbox, "/bin/sh", "-c", script)
         assert result["exitCode"] == 0, result
         return str(result["stdout"])
 
     def end(self) -> list[str]:
-        """Remove all sandboxes, stop the daemon, remove its directories; returns the errors."""
+        """Remove all sandboxes and stop the daemon. Return a sentence for each problem."""
         problems: list[str] = []
         try:
             if not self.is_answering():
@@ -137,53 +141,53 @@ class Gateway:
                     self.kill_9()
                 self.start()
             for sandbox in self._sandboxes():
-                answer = self.client.delete(f"/sandboxes/{sandbox}")
-                if answer.status_code not in (204, 404):
-                    problems.append(f"sandbox {sandbox} was not removed: {answer.text[:500]}")
+                response = self.client.delete(f"/sandboxes/{sandbox}")
+                if response.status_code not in (204, 404):
+                    problems.append(f"sandbox {sandbox} was not removed: {response.text[:500]}")
             code = self.stop()
             if code != 0:
-                problems.append(f"gateway {self.prefix} ended with {code} on SIGTERM:\n{self.log_tail()}")
+                problems.append(f"gateway {self.prefix} exited with code {code} after SIGTERM:\n{self.log_tail()}")
         except (RuntimeError, httpx.HTTPError, subprocess.TimeoutExpired) as error:
-            problems.append(f"gateway {self.prefix} did not end as it should: {error}")
+            problems.append(f"gateway {self.prefix} could not be stopped: {error}")
             if self.process is not None and self.process.poll() is None:
                 self.kill_9()
         self.client.close()
         return problems
 
     def _sandboxes(self) -> list[str]:
-        found: list[str] = []
+        ids: list[str] = []
         query: dict[str, Any] = {"limit": 1000}
         while True:
-            answer = self.client.get("/sandboxes", params=query)
-            answer.raise_for_status()
-            found += [item["sandboxID"] for item in answer.json()]
-            if not (token := answer.headers.get("x-next-token")):
-                return found
+            response = self.client.get("/sandboxes", params=query)
+            response.raise_for_status()
+            ids += [item["sandboxID"] for item in response.json()]
+            if not (token := response.headers.get("x-next-token")):
+                return ids
             query["nextToken"] = token
 
 
 def build_template(gateway: Gateway, name: str, **recipe: Any) -> dict[str, Any]:
-    """Build (or find) a template and wait until it is ready; fails with the end of the build's log."""
+    """Build a template, or find it, and wait until it is ready. A failure shows the end of the build's log."""
     body = {"name": name, "from": "debootstrap", "cpuCount": 1, "memoryMB": 256, "diskSizeMB": 2048, **recipe}
-    made = gateway.call("POST", "/templates", body)
+    build = gateway.call("POST", "/templates", body)
     deadline = time.monotonic() + _BUILD_SECONDS
-    status: dict[str, Any] = {"status": made["buildStatus"]}
+    status: dict[str, Any] = {"status": build["buildStatus"]}
     while status["status"] == "building":
         assert time.monotonic() < deadline, f"template {name} was not built within {_BUILD_SECONDS} s: {status}"
         time.sleep(0.5)
-        status = gateway.call("GET", f"/templates/{made['templateID']}/builds/{made['buildID']}/status")
+        status = gateway.call("GET", f"/templates/{build['templateID']}/builds/{build['buildID']}/status")
     if status["status"] != "ready":
         logs = "\n".join(status.get("logs", [])[-40:])
         raise AssertionError(f"template {name} failed: {status.get('reason')}\n{logs}\n{gateway.log_tail()}")
-    found = gateway.call("GET", f"/templates/{name}")
-    assert isinstance(found, dict)
-    return found
+    template = gateway.call("GET", f"/templates/{name}")
+    assert isinstance(template, dict)
+    return template
 
 
 def _toml(settings: dict[str, dict[str, Any]]) -> str:
-    """Sections of plain values; JSON's notation of strings, numbers, booleans and lists is valid TOML.
+    """Format sections of plain values as TOML. JSON strings, numbers, booleans and lists are valid TOML.
 
-    The section "" holds the keys outside of any section.
+    The section "" contains the keys outside of any section.
     """
     lines = [f"{key} = {json.dumps(value)}" for key, value in settings.get("", {}).items()]
     for section, values in settings.items():

@@ -1,4 +1,4 @@
-"""A real gateway process on a jail/ZFS host: FreeBSD's commands on Linux, with its own dataset."""
+"""A real gateway process on a jail/ZFS host that is emulated on Linux, with its own dataset."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from tests.support.jail_world import JailZfsWorld
 
 @contextmanager
 def jail_gateway(world: JailZfsWorld, scratch: Path, **sections: dict[str, Any]) -> Iterator[Gateway]:
-    """Run a gateway on ``world`` with its template; ``scratch`` is its directory. Everything is removed at the end."""
+    """Run a gateway on ``world`` with its template, in the directory ``scratch``. Remove everything at the end."""
     config = world.config()
-    known = config.model_dump(mode="json")
+    config_values = config.model_dump(mode="json")
     settings: dict[str, dict[str, Any]] = {
-        "host": {key: known["host"][key] for key in ("kind", "state_root")},
+        "host": {key: config_values["host"][key] for key in ("kind", "state_root")},
         "jail_zfs": {"dataset": config.jail_zfs.dataset},
-        "network": {key: known["network"][key] for key in ("prefix", "subnet")},
+        "network": {key: config_values["network"][key] for key in ("prefix", "subnet")},
     }
     merged = {key: settings.get(key, {}) | sections.get(key, {}) for key in {*settings, *sections}}
     gateway = Gateway(scratch, merged, jail_world.shim_environment())

@@ -1,4 +1,4 @@
-"""The jail/ZFS kind of host for the engine's suite: FreeBSD's commands on Linux, real ZFS, a Debian in the jails."""
+"""A jail/ZFS host for the tests of the engine: emulated FreeBSD commands on Linux, real ZFS, Debian in the jails."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ from tests.support.worlds import TEMPLATE
 
 STATE = "FREEBSD_SHIM_STATE"
 SHIM = "shim"
-"""The directory of the shim's state, in the run's directory."""
+"""Name of the directory of the shim's state, below the directory of the test run."""
 _PACKAGES = ("iproute2", "procps", "python3")
 _SUITE = "bookworm"
 PF = 'set skip on lo0\nnat-anchor "sbx/*"\nanchor "sbx/*"\n'
@@ -44,50 +44,50 @@ _numbers = itertools.count(1)
 
 
 def shim_environment(state: Path | None = None) -> dict[str, str]:
-    """An environment in which FreeBSD's commands come first on PATH."""
+    """Return an environment with the emulated FreeBSD commands first on PATH."""
     return {"PATH": f"{BIN}:{os.environ['PATH']}:/usr/sbin:/sbin", STATE: str(state or os.environ[STATE])}
 
 
 class ShimHost(JailZfsHost):
-    """The host, unchanged, with the shim's commands."""
+    """The real host, with the commands of the shim."""
 
     def __init__(self, config: Config) -> None:
         super().__init__(config, environment=shim_environment())
 
 
 def shim(*argv: str, input: str | None = None, check: bool = True, state: Path | None = None) -> str:
-    """Standard output of one of FreeBSD's commands."""
+    """Run one of the emulated FreeBSD commands, and return its standard output."""
     env = {**os.environ, **shim_environment(state)}
-    done = subprocess.run(argv, input=input, env=env, capture_output=True, text=True, timeout=60, check=False)
-    assert not check or done.returncode == 0, (argv, done)
-    return done.stdout
+    result = subprocess.run(argv, input=input, env=env, capture_output=True, text=True, timeout=60, check=False)
+    assert not check or result.returncode == 0, (argv, result)
+    return result.stdout
 
 
 def debian_tarball() -> Path:
-    """A tarball of a Debian with Python, created once and kept."""
+    """Return a tarball of Debian with Python. It is created once and then cached."""
     sources = apt.host_sources(_SUITE)
     digest = hashlib.sha256(json.dumps([_SUITE, _PACKAGES, sources]).encode()).hexdigest()[:16]
-    kept = session.cache_dir() / f"jail-{digest}.tar"
-    if not kept.exists():
-        given, made = session.run_dir() / "jail.sources", session.run_dir() / "jail.tar"
-        given.write_text(sources)
-        thinner = [f"--dpkgopt=path-exclude=/usr/share/{name}/*" for name in ("doc", "locale", "man")]
+    tarball = session.cache_dir() / f"jail-{digest}.tar"
+    if not tarball.exists():
+        sources_file, temporary = session.run_dir() / "jail.sources", session.run_dir() / "jail.tar"
+        sources_file.write_text(sources)
+        exclusions = [f"--dpkgopt=path-exclude=/usr/share/{name}/*" for name in ("doc", "locale", "man")]
         argv = ["unshare", "--mount", "--propagation", "slave", "--pid", "--fork", "--kill-child"]
         argv += ["mmdebstrap", "--quiet", "--mode=root"]
-        argv += ["--variant=minbase", "--format=tar", f"--include={','.join(_PACKAGES)}", *thinner]
+        argv += ["--variant=minbase", "--format=tar", f"--include={','.join(_PACKAGES)}", *exclusions]
         argv += [f"--aptopt={option}" for option in asyncio.run(apt.apt_options())]
-        argv += ["--", _SUITE, str(made), *([str(given)] if sources else [])]
-        done = subprocess.run(argv, capture_output=True, text=True, timeout=900, check=False)
-        assert done.returncode == 0, done.stderr[-3000:]
-        made.rename(kept)
-    return kept
+        argv += ["--", _SUITE, str(temporary), *([str(sources_file)] if sources else [])]
+        result = subprocess.run(argv, capture_output=True, text=True, timeout=900, check=False)
+        assert result.returncode == 0, result.stderr[-3000:]
+        temporary.rename(tarball)
+    return tarball
 
 
 @contextmanager
 def jail_zfs_world() -> Iterator[JailZfsWorld]:
-    """A private pool and shim; everything is restored at the end."""
-    with pools.pool(f"t{session.run_id()}w", session.run_dir(), megabytes=6144) as pool, world_on(pool) as made:
-        yield made
+    """Create a private pool and a shim. Remove both at the end."""
+    with pools.pool(f"t{session.run_id()}w", session.run_dir(), megabytes=6144) as pool, world_on(pool) as world:
+        yield world
 
 
 @contextmanager
@@ -107,7 +107,7 @@ def world_on(pool: pools.Pool) -> Iterator[JailZfsWorld]:
 
 
 class JailZfsWorld:
-    """Jails on one pool: a root dataset per test, with the template as a clone of the first one's."""
+    """Jails on one pool. Each configuration gets its own root dataset, with a clone of the template's dataset."""
 
     kind = "jail_zfs"
     abilities = JailZfsHost.abilities
@@ -142,14 +142,14 @@ class JailZfsWorld:
         zfs.lzc_create(dataset)
         state = session.run_dir() / f"jail-{name}"
         state.mkdir(mode=0o711)
-        own: dict[str, dict[str, Any]] = {
+        defaults: dict[str, dict[str, Any]] = {
             "host": {"kind": "jail_zfs", "state_root": state, "cache_root": session.cache_dir()},
             "jail_zfs": {"dataset": dataset},
             "network": session.network(),
         }
-        plain = {key: value for key, value in sections.items() if not isinstance(value, dict)}
-        merged = {key: own.get(key, {}) | sections.get(key, {}) for key in {*own, *sections} - {*plain}}
-        return Config.model_validate(merged | plain)
+        top_level = {key: value for key, value in sections.items() if not isinstance(value, dict)}
+        merged = {key: defaults.get(key, {}) | sections.get(key, {}) for key in {*defaults, *sections} - {*top_level}}
+        return Config.model_validate(merged | top_level)
 
     def host(self, config: Config) -> Host:
         return ShimHost(config)
@@ -159,7 +159,7 @@ class JailZfsWorld:
         prefix = config.network.prefix
         shim("ifconfig", f"{prefix}br", "destroy", check=False)
         shim("pfctl", "-q", "-a", f"sbx/{prefix}", "-F", "all")
-        # Datasets that a foreign mount namespace holds are removed with the pool.
+        # Datasets that are still mounted in another mount namespace are removed with the pool.
         for _ in range(40):
             if pools.run("zfs", "destroy", "-R", config.jail_zfs.dataset, check=False).returncode == 0:
                 break
@@ -172,31 +172,31 @@ class JailZfsWorld:
         return self._pool.mount_point / config.jail_zfs.dataset.partition("/")[2]
 
     def traces(self, config: Config) -> dict[str, set[str]]:
-        root, prefix, place = config.jail_zfs.dataset, config.network.prefix, self.place(config)
+        root, prefix, mount_point = config.jail_zfs.dataset, config.network.prefix, self.place(config)
         mounts = {line.split()[1] for line in Path("/proc/self/mounts").read_text().splitlines()}
         rows = zfs.get_tree(root, ("defer_destroy", "type"))
-        # One name for each jail, whatever the names of its processes: a process belongs to the jail with its root
-        # directory. A dataset that is too busy to be retired stays in place, unmounted, until the next scan; the
-        # previous dataset of a rolled-back volume stays in this way until its last snapshot is removed.
-        waiting = {
+        # A process belongs to the jail with its root directory. A dataset that is too busy to be retired stays in
+        # place, unmounted, until the next scan. So does the previous dataset of a rolled-back volume, until its last
+        # snapshot is removed.
+        retired = {
             name
             for name in rows
             if name.startswith((f"{root}/sandboxes/", f"{root}/volumes/"))
-            if f"{place}{name.removeprefix(root)}" not in mounts
+            if f"{mount_point}{name.removeprefix(root)}" not in mounts
         }
         return {
-            "datasets": {name.removeprefix(root) for name in rows if "@" not in name and name not in waiting},
+            "datasets": {name.removeprefix(root) for name in rows if "@" not in name and name not in retired},
             "snapshots": {
                 name.partition("@")[2]
                 for name, facts in rows.items()
                 if "@" in name and not facts["defer_destroy"].is_on
             },
             "jails": set(self.jails(config)),
-            "processes": {path.name for path in Path("/proc").iterdir() if _is_within(path, place)},
+            "processes": {path.name for path in Path("/proc").iterdir() if _is_within(path, mount_point)},
             "cables": set(shim("ifconfig", "-g", f"{prefix}-epair", check=False).split()),
             "limits": {line for line in shim("rctl").split() if f":{prefix}-" in line},
             "anchors": set(re.findall(rf"sbx/{prefix}-\S+", shim("pfctl", "-a", "sbx", "-s", "Anchors"))),
-            "mounts": {mount for mount in mounts if mount.startswith(f"{place}/")},
+            "mounts": {mount for mount in mounts if mount.startswith(f"{mount_point}/")},
             "identities": {path.name for path in (config.host.state_root / "run").glob("*")},
         }
 
@@ -206,32 +206,32 @@ class JailZfsWorld:
         return [row["name"] for row in rows if row["path"].startswith(f"{place}/")]
 
     def check_no_strays(self, engine: Engine, config: Config, when: str) -> None:
-        found = self.traces(config)
+        traces = self.traces(config)
         sandboxes = list(engine.index.sandboxes.values())
         running = [sandbox for sandbox in sandboxes if sandbox.state is SandboxState.RUNNING]
         instances = {f"/sandboxes/{each.instance}" for each in sandboxes}
-        mounted = {name for name in found["datasets"] if f"{self.place(config)}{name}" in found["mounts"]}
+        mounted = {name for name in traces["datasets"] if f"{self.place(config)}{name}" in traces["mounts"]}
         assert {name for name in mounted if name.startswith("/sandboxes/")} == instances, when
         volumes = {each.host["dataset"].removeprefix(config.jail_zfs.dataset) for each in engine.volumes.list()}
         assert {name for name in mounted if name.startswith("/volumes/")} == volumes, when
-        known = {each.host["zfsSnapshot"].partition("@")[2] for each in engine.index.snapshots.values()}
-        assert found["snapshots"] == known | set(engine.index.volume_snapshots), when
-        wanted = {
+        expected_snapshots = {each.host["zfsSnapshot"].partition("@")[2] for each in engine.index.snapshots.values()}
+        assert traces["snapshots"] == expected_snapshots | set(engine.index.volume_snapshots), when
+        expected_mounts = {
             (f"{self.place(config)}/sandboxes/{sandbox.instance}{mount.path}", mount.volume, mount.read_only)
             for sandbox in running
             for mount in sandbox.mounts
         }
         mounts = self.volume_mounts(config)
-        assert mounts == wanted, (when, mounts, wanted)
+        assert mounts == expected_mounts, (when, mounts, expected_mounts)
         for kind in ("jails", "cables", "anchors", "identities"):
-            assert len(found[kind]) == len(running), (when, kind, found[kind])
-        assert len(found["limits"]) == 3 * len(running), (when, found["limits"])
+            assert len(traces[kind]) == len(running), (when, kind, traces[kind])
+        assert len(traces["limits"]) == 3 * len(running), (when, traces["limits"])
 
     def territory(self, config: Config) -> Path:
         return self.place(config)
 
     def volume_mounts(self, config: Config) -> set[tuple[str, str, bool]]:
-        """``(where, volume id, read-only)`` of each volume that is mounted in a jail."""
+        """Return ``(path, volume id, read-only)`` of each volume that is mounted in a jail."""
         rows = json.loads(shim("mount", "--libxo", "json", "-v", "-t", "nullfs"))["mount"].get("mounted", [])
         volumes = f"{self.place(config)}/volumes/"
         return {
@@ -249,35 +249,35 @@ class JailZfsWorld:
         monkeypatch.setattr("sandbox_gateway.zfs.lzc_snapshot", refuse)
 
     def break_volume_capture(self, host: Host, monkeypatch: pytest.MonkeyPatch) -> None:
-        """The second snapshot of a capture fails, after the first has been taken."""
-        take = snapshots._snapshot_at_once
-        taken: list[str] = []
+        """Make the second snapshot of a capture fail, after the first has been taken."""
+        take_snapshots = snapshots._snapshot_at_once
+        captured_names: list[str] = []
 
         def refuse(names: Sequence[str], options: Sequence[str]) -> None:
-            if taken:
+            if captured_names:
                 raise zfs.exceptions.ZFSGenericError(5, names[0], "forced")
-            taken.extend(names)
-            take(names, options)
+            captured_names.extend(names)
+            take_snapshots(names, options)
 
         monkeypatch.setattr(snapshots, "_snapshot_at_once", refuse)
 
     def power_cut(self, config: Config) -> None:
         prefix = config.network.prefix
-        found = self.traces(config)
-        for name in found["jails"]:
+        traces = self.traces(config)
+        for name in traces["jails"]:
             shim("pkill", "-KILL", "-j", name, check=False)
             shim("jail", "-R", name, check=False)
-        for name in found["cables"]:
+        for name in traces["cables"]:
             shim("ifconfig", name, "destroy")
-        for line in found["limits"]:
+        for line in traces["limits"]:
             shim("rctl", "-r", ":".join(line.split(":")[:2]), check=False)
-        for name in found["anchors"]:
+        for name in traces["anchors"]:
             shim("pfctl", "-q", "-a", name, "-F", "all")
-        own = {f"{self.place(config)}{name}" for name in found["datasets"]}
+        own_mounts = {f"{self.place(config)}{name}" for name in traces["datasets"]}
         for node in sorted(self.traces(config)["mounts"], reverse=True):
-            if node not in own and not node.endswith("/dev/pts"):
+            if node not in own_mounts and not node.endswith("/dev/pts"):
                 shim("umount", "-f", node)
-        for name in found["datasets"]:
+        for name in traces["datasets"]:
             if name.startswith(("/sandboxes/", "/volumes/")):
                 zfs.unmount(f"{config.jail_zfs.dataset}{name}")
         shim("ifconfig", f"{prefix}br", "destroy", check=False)
@@ -299,11 +299,11 @@ class JailZfsWorld:
         zfs.lzc_set_prop(name, HEAD, json.dumps(head))
 
 
-def _is_within(process: Path, place: Path) -> bool:
-    """Whether the root of a process, or (for a jail's first process) its working directory, is below ``place``."""
+def _is_within(process: Path, directory: Path) -> bool:
+    """Return whether the root or (for the first process of a jail) the working directory is below ``directory``."""
     try:
         return process.name.isdigit() and any(
-            str((process / link).readlink()).startswith(f"{place}/") for link in ("root", "cwd")
+            str((process / link).readlink()).startswith(f"{directory}/") for link in ("root", "cwd")
         )
     except OSError:
         return False

@@ -1,4 +1,4 @@
-"""A gateway whose sandboxes lie: each sends the test's answer to the connection plugin. None of them is a machine."""
+"""A fake gateway whose sandboxes send hostile responses, chosen by a test, to the connection plugin."""
 
 from __future__ import annotations
 
@@ -30,43 +30,46 @@ def make_output(text: str | bytes) -> bytes:
 
 
 def make_answer(text: str) -> bytes:
-    """Make the whole answer for a command that prints ``text`` and succeeds."""
+    """Make the complete response for a command that prints ``text`` and succeeds."""
     return STARTED + make_output(text) + ENDED
 
 
 def facts_answer(**values: Any) -> bytes:
-    """Make the whole answer of an interpreter that runs no module, and returns facts instead."""
+    """Make the complete response of an interpreter that returns facts instead of running the module."""
     return make_answer(json.dumps({"changed": False, "ansible_facts": values}))
 
 
 Pieces = Callable[[], Iterable[bytes]]
-"""An answer in pieces, for as long as the client reads."""
+"""A function that yields the pieces of a response, for as long as the client reads."""
 
 
 class LyingGateway:
-    """``lies``: by sandbox, the answer to every command, or a status and a message of an agent that refuses.
-    ``listed``: its list of sandboxes. ``asked``: the headers of each request; ``bodies``: their content, unpacked.
-    ``taken``: the number of bytes sent in answers, by sandbox."""
+    """A gateway without an engine.
+
+    ``lies``: by sandbox, the response to every command, or the status and the message of a refusal. ``sandboxes``: its
+    list of sandboxes. ``request_headers`` and ``bodies``: the headers and the decoded contents of each request.
+    ``sent_bytes``: the number of bytes sent in responses, by sandbox.
+    """
 
     def __init__(self, lies: dict[str, bytes | Pieces | tuple[int, str]] | None = None) -> None:
         self.lies = lies or {}
-        self.listed: list[dict[str, Any]] = []
-        self.asked: list[dict[str, str]] = []
+        self.sandboxes: list[dict[str, Any]] = []
+        self.request_headers: list[dict[str, str]] = []
         self.bodies: list[bytes] = []
-        self.taken: dict[str, int] = {}
+        self.sent_bytes: dict[str, int] = {}
         self.url = ""
 
     def received_keys(self) -> set[str]:
-        """The keys that it received."""
-        schemes = [headers.get("Authorization", "").partition(" ") for headers in self.asked]
-        # The other scheme, Basic, names the user of a command.
-        return {headers["X-API-Key"] for headers in self.asked if "X-API-Key" in headers} | {
+        """Return the keys in the received requests."""
+        schemes = [headers.get("Authorization", "").partition(" ") for headers in self.request_headers]
+        # The other scheme, Basic, contains the name of the user who runs a command.
+        return {headers["X-API-Key"] for headers in self.request_headers if "X-API-Key" in headers} | {
             key for scheme, _, key in schemes if scheme == "Bearer"
         }
 
     @contextlib.contextmanager
     def serve(self) -> Iterator[LyingGateway]:
-        """Serve on a loopback port, ``url``."""
+        """Serve at ``url``, on a loopback port."""
         server = ThreadingHTTPServer(("127.0.0.1", 0), type("Handler", (_Handler,), {"liar": self}))
         server.daemon_threads = True
         self.url = f"http://127.0.0.1:{server.server_address[1]}"
@@ -80,41 +83,41 @@ class LyingGateway:
             thread.join()
 
 
-def _decode_all(body: bytes) -> bytes:
-    """A request with its decoded base64, and the content of modules in archives within that, appended."""
-    found = [body]
-    for text in found:
-        for coded in re.findall(rb"[A-Za-z0-9+/]{40,}={0,2}", text):
+def _append_decoded(body: bytes) -> bytes:
+    """Return a request followed by everything in it that base64 encodes, at any depth."""
+    texts = [body]
+    for text in texts:
+        for encoded in re.findall(rb"[A-Za-z0-9+/]{40,}={0,2}", text):
             with contextlib.suppress(ValueError):
-                found.append(base64.b64decode(coded))
-    return b"\n".join(found)
+                texts.append(base64.b64decode(encoded))
+    return b"\n".join(texts)
 
 
 class _Handler(BaseHTTPRequestHandler):
     liar: LyingGateway
 
     def do_POST(self) -> None:
-        self.liar.bodies.append(_decode_all(self.rfile.read(int(self.headers.get("Content-Length") or 0))))
-        self.liar.asked.append(dict(self.headers.items()))
+        self.liar.bodies.append(_append_decoded(self.rfile.read(int(self.headers.get("Content-Length") or 0))))
+        self.liar.request_headers.append(dict(self.headers.items()))
         sandbox = self.headers.get("E2b-Sandbox-Id", "")
-        lie = self.liar.lies.get(sandbox, make_answer("nothing to say"))
+        response = self.liar.lies.get(sandbox, make_answer("nothing to say"))
         if not self.path.startswith("/process.Process/Start"):
-            lie = b"{}"
+            response = b"{}"
         if self.command == "GET":
-            lie = json.dumps(self.liar.listed if self.path.startswith("/sandboxes") else []).encode()
-        if isinstance(lie, tuple):
-            status, message = lie
-            lie = json.dumps({"code": "internal", "message": message}).encode()
+            response = json.dumps(self.liar.sandboxes if self.path.startswith("/sandboxes") else []).encode()
+        if isinstance(response, tuple):
+            status, message = response
+            response = json.dumps({"code": "internal", "message": message}).encode()
         else:
             status = 200
         self.send_response(status)
         self.end_headers()
-        self.liar.taken.setdefault(sandbox, 0)
+        self.liar.sent_bytes.setdefault(sandbox, 0)
         # The client may have disconnected.
         with contextlib.suppress(OSError):
-            for piece in [lie] if isinstance(lie, bytes) else lie():
+            for piece in [response] if isinstance(response, bytes) else response():
                 self.wfile.write(piece)
-                self.liar.taken[sandbox] += len(piece)
+                self.liar.sent_bytes[sandbox] += len(piece)
 
     do_GET = do_POST
 

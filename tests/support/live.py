@@ -1,4 +1,4 @@
-"""A real engine on a real host inside the test's process, for ordinary (not async) tests."""
+"""A real engine on a real host inside the test's process, for tests that are not coroutines."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class Live:
         return asyncio.run_coroutine_threadsafe(work, self._loop).result(timeout)
 
     def shell(self, ref: str, command: str, *, timeout: float = 60) -> str:
-        """Standard output of a command inside a sandbox; the command must succeed."""
+        """Run a command that must succeed inside a sandbox, and return its standard output."""
         result = self.do(self.engine.commands.exec(ref, ["sh", "-c", command], timeout=timeout))
         assert result.exit_code == 0, (command, result)
         return result.stdout.decode()
@@ -54,8 +54,7 @@ class Live:
         return self.do(run_on_loop())
 
     def wait_for(self, check: Any, *args: Any) -> None:
-        """Repeat ``call`` of a check until it passes. Raises its failure after a timeout, because cleanup may be
-        slow."""
+        """Call a check on the loop's thread until it passes, because cleanup may be slow. Raises AssertionError."""
         deadline = time.monotonic() + _SETTLE_SECONDS
         while True:
             try:
@@ -66,16 +65,16 @@ class Live:
             time.sleep(0.1)
 
     def remove_all(self) -> None:
-        """Remove every sandbox, every volume and every snapshot that is not a template."""
+        """Remove all sandboxes and volumes, and all snapshots except templates."""
         for sandbox in self.engine.sandboxes.list():
             self.do(self.engine.sandboxes.delete(sandbox.id))
         self.do(self.engine.collector.collect())
-        things = [*self.engine.snapshots.list(), *self.engine.volumes.list()]
-        for thing in sorted(things, key=lambda thing: thing.created_at, reverse=True):  # descendants first
-            if isinstance(thing, Volume):
-                self.do(self.engine.volumes.delete(thing.id, with_snapshots=True))
+        objects = [*self.engine.snapshots.list(), *self.engine.volumes.list()]
+        for each in sorted(objects, key=lambda each: each.created_at, reverse=True):  # descendants first
+            if isinstance(each, Volume):
+                self.do(self.engine.volumes.delete(each.id, with_snapshots=True))
             else:
-                self.do(self.engine.snapshots.delete(thing.id))
+                self.do(self.engine.snapshots.delete(each.id))
         self.do(self.engine.collector.collect())
 
     def sandbox(self, ref: str) -> Sandbox:
@@ -94,23 +93,23 @@ class Live:
 
 @contextlib.contextmanager
 def engines(world: World) -> Iterator[Callable[..., Live]]:
-    """Yields ``make_live``, and removes at the end everything that its engines have on the machine.
+    """Yield ``make_live``. At the end, remove everything that its engines left on the machine.
 
     ``make_live(limits={…})`` opens an engine with its own state; ``make_live(config=config)`` reopens a state.
     """
-    made: list[Live] = []
+    opened: list[Live] = []
 
     def make_live(config: Config | None = None, **sections: Any) -> Live:
         config = config or world.config(**sections)
-        made.append(Live(world.host(config), config))
-        return made[-1]
+        opened.append(Live(world.host(config), config))
+        return opened[-1]
 
     yield make_live
-    last = {live.config.host.state_root: live for live in made}
-    for live in made:
-        if not live.closed and live not in last.values():
+    latest = {live.config.host.state_root: live for live in opened}
+    for live in opened:
+        if not live.closed and live not in latest.values():
             live.close()
-    for live in last.values():
+    for live in latest.values():
         if live.closed:
             live = Live(world.host(live.config), live.config)
         live.remove_all()

@@ -1,4 +1,4 @@
-"""An engine above a host in memory, for tests of operations that overlap, fail or are cancelled."""
+"""An engine with an in-memory host, for tests of operations that overlap, fail or are cancelled."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ async def open_engine(root: Path, host: MemoryHost | None = None, **sections: di
 
 async def build(engine: Engine, name: str, *packages: str) -> None:
     build = await engine.templates.build(name, Recipe(packages=list(packages)))
-    await until(lambda: build.status != "building")
+    await wait_until(lambda: build.status != "building")
     assert build.status == "ready", build.reason
 
 
@@ -40,15 +40,15 @@ async def create(engine: Engine, name: str, ref: str = "t", **spec: Any) -> Sand
     return await engine.forks.create(ref, ForkSpec(names=[name], **spec))
 
 
-async def until(what: Callable[[], object]) -> None:
-    """Wait until ``what()`` becomes true. Raises TimeoutError after a while."""
+async def wait_until(condition: Callable[[], object]) -> None:
+    """Wait until ``condition()`` is true. Raises TimeoutError after ten seconds."""
     async with asyncio.timeout(_SECONDS):
-        while not what():  # noqa: ASYNC110
+        while not condition():  # noqa: ASYNC110
             await asyncio.sleep(0.005)
 
 
 class Gate:
-    """Holds up calls of a host; ``reached`` is set when the first one has arrived."""
+    """Blocks calls of a host until ``opened`` is set. ``reached`` is set when the first call arrives."""
 
     def __init__(self) -> None:
         self.reached = asyncio.Event()

@@ -1,6 +1,6 @@
-"""A client of NFSv3 and its MOUNT protocol (RFC 1813), over TCP, that sends any request of a hostile sandbox.
+"""A client for NFSv3 and its MOUNT protocol (RFC 1813) over TCP, which can send the requests of a hostile sandbox.
 
-The caller chooses handles, user ids and programs. It implements only what the tests need.
+The caller chooses handles, user ids and programs. The client implements only what the tests need.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ OK, PERM, NOENT, IO, ACCES, EXIST, NOSPC, ROFS, STALE, BADHANDLE = 0, 1, 2, 5, 1
 UNSTABLE, FILE_SYNC = 0, 2
 
 
-class Refused(Exception):
-    """The server understood the call but rejected it in its RPC layer, not because of a file."""
+class RpcRejected(Exception):
+    """The server rejected the call in its RPC layer, before any file was accessed."""
 
 
 class NfsError(Exception):
-    """The procedure's status, one of the numbers above."""
+    """A procedure failed. ``status`` is one of the numbers above."""
 
     def __init__(self, status: int) -> None:
         super().__init__(f"NFS status {status}")
@@ -42,7 +42,7 @@ class Attributes:
 
 
 class Reader:
-    """XDR."""
+    """Reads XDR data."""
 
     def __init__(self, data: bytes) -> None:
         self._data = data
@@ -87,7 +87,7 @@ def opaque(data: bytes) -> bytes:
 
 
 def _new_attributes(mode: int | None = None, size: int | None = None) -> bytes:
-    """sattr3: only the given attributes are set."""
+    """Encode a sattr3 that sets only the given attributes."""
     data = struct.pack(">I", 0) if mode is None else struct.pack(">II", 1, mode)
     data += struct.pack(">II", 0, 0)
     data += struct.pack(">I", 0) if size is None else struct.pack(">IQ", 1, size)
@@ -95,10 +95,10 @@ def _new_attributes(mode: int | None = None, size: int | None = None) -> bytes:
 
 
 class Connection:
-    """One TCP connection to one of the server's ports, as the user ``uid``:``gid``."""
+    """A TCP connection to one of the server's ports, as the user ``uid`` and the group ``gid``."""
 
     def __init__(self, address: str, port: int, *, uid: int = 0, gid: int = 0, seconds: float = 5, source: int = 0):
-        """``source``: the source port; 0: any."""
+        """Connect to the server. ``source``: the source port; 0: any port."""
         self._uid, self._gid = uid, gid
         self._xids = itertools.count(int.from_bytes(os.urandom(3), "big"))
         self._socket = socket.create_connection((address, port), seconds, ("", source) if source else None)
@@ -113,7 +113,7 @@ class Connection:
         self._socket.close()
 
     def call(self, program: int, version: int, procedure: int, arguments: bytes = b"") -> Reader:
-        """Raises Refused, or OSError when the connection ends or no answer arrives."""
+        """Call a procedure. Raises RpcRejected, or OSError if the connection breaks or no reply arrives."""
         xid = next(self._xids)
         user = struct.pack(">I", 0) + opaque(b"sandbox") + struct.pack(">III", self._uid, self._gid, 0)
         head = struct.pack(">IIIIII", xid, 0, 2, program, version, procedure)
@@ -126,11 +126,11 @@ class Connection:
         reply.u32()
         if reply.u32() != 0:
             reason = reply.u32()
-            raise Refused(f"denied: {'authentication ' + str(reply.u32()) if reason == 1 else 'RPC version'}")
+            raise RpcRejected(f"denied: {'authentication ' + str(reply.u32()) if reason == 1 else 'RPC version'}")
         reply.u32(), reply.opaque()
-        accepted = reply.u32()
-        if accepted != 0:
-            raise Refused(f"not accepted: {accepted}")
+        accept_status = reply.u32()
+        if accept_status != 0:
+            raise RpcRejected(f"not accepted: {accept_status}")
         return reply
 
     def _record(self) -> bytes:
@@ -153,24 +153,24 @@ class Connection:
 
 class Mount(Connection):
     def mount(self, path: str) -> bytes:
-        """The handle of an export's root."""
+        """Return the handle of an export's root."""
         reply = self.call(MOUNT, 3, 1, opaque(path.encode()))
         _check(reply)
         return reply.opaque()
 
     def exports(self) -> list[tuple[str, list[str]]]:
-        """The exports and their clients, as far as the server lists them."""
-        reply, found = self.call(MOUNT, 3, 5), []
+        """Return the exports that the server lists, each with its clients."""
+        reply, exports = self.call(MOUNT, 3, 5), []
         while reply.u32():
             path, groups = reply.opaque().decode(), []
             while reply.u32():
                 groups.append(reply.opaque().decode())
-            found.append((path, groups))
-        return found
+            exports.append((path, groups))
+        return exports
 
 
 class Nfs(Connection):
-    """Handles are bytes. Each procedure raises NfsError for a status that is not OK."""
+    """A connection for NFS procedures. Handles are bytes. Raises NfsError for any status except OK."""
 
     def getattr(self, handle: bytes) -> Attributes:
         return self._nfs(1, opaque(handle)).attributes()
@@ -192,12 +192,12 @@ class Nfs(Connection):
         return reply.u32()
 
     def create(self, directory: bytes, name: str, mode: int = 0o644) -> bytes:
-        """Create a file, or open the existing one; returns its handle."""
+        """Create a file, or open an existing one. Return its handle."""
         arguments = opaque(directory) + opaque(name.encode()) + struct.pack(">I", 0) + _new_attributes(mode)
-        return self._created_handle(self._nfs(8, arguments), directory, name)
+        return self._read_new_handle(self._nfs(8, arguments), directory, name)
 
     def mkdir(self, directory: bytes, name: str, mode: int = 0o755) -> bytes:
-        return self._created_handle(
+        return self._read_new_handle(
             self._nfs(9, opaque(directory) + opaque(name.encode()) + _new_attributes(mode)), directory, name
         )
 
@@ -205,7 +205,7 @@ class Nfs(Connection):
         self._nfs(10, opaque(directory) + opaque(name.encode()) + _new_attributes() + opaque(target.encode()))
 
     def mknod(self, directory: bytes, name: str, major: int, minor: int) -> None:
-        """A block device."""
+        """Create a block device."""
         data = opaque(directory) + opaque(name.encode())
         self._nfs(11, data + struct.pack(">I", 3) + _new_attributes(0o666) + struct.pack(">II", major, minor))
 
@@ -221,7 +221,7 @@ class Nfs(Connection):
     def null(self) -> None:
         self.call(NFS, 3, 0)
 
-    def _created_handle(self, reply: Reader, directory: bytes, name: str) -> bytes:
+    def _read_new_handle(self, reply: Reader, directory: bytes, name: str) -> bytes:
         return reply.opaque() if reply.u32() else self.lookup(directory, name)
 
     def _nfs(self, procedure: int, arguments: bytes) -> Reader:

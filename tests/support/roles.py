@@ -1,4 +1,4 @@
-"""Runs a role of the collection like a user: `ansible-playbook` with its own play."""
+"""Run a role of the collection as a user would: with a play and `ansible-playbook`."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ _BIN = Path(sys.executable).parent
 
 
 @dataclass(frozen=True)
-class Played:
-    """The result of a play. ``changed``: the number of tasks that changed something; ``message``: its error, if any."""
+class PlayResult:
+    """The result of a play. ``changed``: number of tasks that changed something. ``message``: the error, if any."""
 
     output: str
     changed: int
@@ -27,19 +27,22 @@ class Played:
 
     @property
     def changed_task_names(self) -> list[str]:
-        """Names of the tasks that changed something, for a failing test's message."""
-        found = re.findall(
+        """Return the names of the tasks that changed something."""
+        tasks = re.findall(
             r"^(?:TASK|RUNNING HANDLER) \[(.*?)\] \**\n((?:(?!TASK|RUNNING|PLAY).*\n)*)", self.output, re.M
         )
-        return [name for name, said in found if re.search("^changed:", said, re.M)]
+        return [name for name, task_output in tasks if re.search("^changed:", task_output, re.M)]
 
 
 def play(
     role: str, variables: dict[str, Any], *, check: bool = False, into: Path | None = None, inside: tuple[str, ...] = ()
-) -> Played:
-    """Apply ``role`` to this machine; ``inside``: a command prefix that enters another. Ten minutes at most."""
-    place = into or session.run_dir()
-    playbook = place / f"play-{role}.json"
+) -> PlayResult:
+    """Apply ``role`` to this machine, for at most ten minutes.
+
+    ``into``: the directory of the playbook. ``inside``: a command prefix that enters another machine.
+    """
+    directory = into or session.run_dir()
+    playbook = directory / f"play-{role}.json"
     playbook.write_text(
         json.dumps(
             [
@@ -54,15 +57,15 @@ def play(
         )
     )
     argv = [*inside, str(_BIN / "ansible-playbook"), "-i", "localhost,", str(playbook), *(["--check"] if check else [])]
-    done = subprocess.run(
-        argv, capture_output=True, text=True, errors="replace", timeout=600, env=environment(place), check=False
+    result = subprocess.run(
+        argv, capture_output=True, text=True, errors="replace", timeout=600, env=environment(directory), check=False
     )
-    output = done.stdout + done.stderr
+    output = result.stdout + result.stderr
     recap = re.search(r"changed=(\d+) +unreachable=(\d+) +failed=(\d+)", output)
     assert recap, output[-4000:]
     messages = re.findall(r'^fatal: .*?"msg": ("(?:[^"\\]|\\.)*")', output, re.M)
-    failed = done.returncode != 0
-    return Played(output, int(recap[1]), failed, json.loads(messages[-1]) if messages and failed else "")
+    failed = result.returncode != 0
+    return PlayResult(output, int(recap[1]), failed, json.loads(messages[-1]) if messages and failed else "")
 
 
 def environment(home: Path) -> dict[str, str]:

@@ -1,6 +1,4 @@
-"""This test run: its directory, names and addresses, which differ from those of other runs and lanes (``pytest
--n``).
-"""
+"""Directories, names and addresses of this test run, distinct from those of other runs and lanes (``pytest -n``)."""
 
 from __future__ import annotations
 
@@ -17,39 +15,42 @@ REPOSITORY = TESTS.parent
 COLLECTIONS = REPOSITORY / ".cache" / "collections"
 
 MARK = "GROVE_TEST_RUN"
-"""Environment variable that every process of the run inherits: it identifies leftovers."""
+"""Environment variable that every process of the run inherits, so that leftover processes can be identified."""
 
-_letters = "0123456789abcdefghijklmnopqrstuvwxyz"
+_DIGITS = "0123456789abcdefghijklmnopqrstuvwxyz"
 LANE = int(os.environ.get("PYTEST_XDIST_WORKER", "gw0").removeprefix("gw"))
 LANES = 2
-_GATEWAYS = len(_letters) ** 2 // LANES
-_count = itertools.count()
-# Below the ports that Linux gives to clients (32768 and up): a client must not take a port between its choice and use.
+_GATEWAYS = len(_DIGITS) ** 2 // LANES
+_gateway_numbers = itertools.count()
+# Below the ephemeral ports of Linux (32768 and up), so that no client takes a port between its choice and its use.
 _PORTS = range(20000 + LANE % LANES * 6000, 20000 + (LANE % LANES + 1) * 6000)
-# Each process begins elsewhere: ansible-test starts pytest within a lane.
-_next_port = itertools.count(secrets.randbelow(len(_PORTS)))
+# Each process starts at a random port, because ansible-test starts further pytest processes within a lane.
+_port_numbers = itertools.count(secrets.randbelow(len(_PORTS)))
 
 
 def state_dir() -> Path:
-    """Directory of everything that tests write to disk; ``cache`` below it outlives the run."""
+    """Return the directory of everything that tests write to disk. Only ``cache`` below it outlives the run."""
     return Path(os.environ.get("GROVE_TEST_STATE") or f"/var/tmp/grove-test-{os.geteuid()}")
 
 
 @cache
 def run_id() -> str:
-    """Three letters or digits of this run."""
-    code = "".join(secrets.choice(_letters) for _ in range(3))
+    """Return the three letters or digits that identify this run."""
+    code = "".join(secrets.choice(_DIGITS) for _ in range(3))
     return os.environ.setdefault(MARK, f"{os.getpid()}-{code}").rpartition("-")[2]
 
 
 def run_path() -> Path:
-    """The path of ``run_dir``, whether it exists or not."""
+    """Return the path of the directory of this run, which may not exist."""
     run_id()
     return state_dir() / f"run-{os.environ[MARK]}"
 
 
 def run_dir() -> Path:
-    """This lane's directory, created at first use, removed at the end. Short, for unix sockets: 107 characters."""
+    """Return this lane's directory below ``run_path``. Create it on first use; it is removed at the end of the run.
+
+    Its path is short, because the path of a unix socket may have at most 107 characters.
+    """
     path = run_path() / str(LANE)
     path.mkdir(parents=True, exist_ok=True)
     return path
@@ -62,21 +63,21 @@ def cache_dir() -> Path:
 
 
 def network() -> dict[str, str]:
-    """``{prefix, subnet}`` for another gateway: a prefix that begins with this run's, and addresses for 256 slots."""
-    if LANE >= LANES or (number := next(_count)) >= _GATEWAYS:
+    """Return ``{prefix, subnet}`` for another gateway: a prefix that starts with this run's, and 256 slots."""
+    if LANE >= LANES or (number := next(_gateway_numbers)) >= _GATEWAYS:
         raise RuntimeError(f"a test run has names for {LANES} lanes with {_GATEWAYS} gateways each")
     number += LANE * _GATEWAYS
-    # Avoids 10.255: some networks have their resolver there.
+    # Avoid 10.255, because some networks have their resolver there.
     block = (int(run_id(), 36) * 7 + number) % 960
     return {
-        "prefix": f"t{run_id()}{_letters[number // 36]}{_letters[number % 36]}",
+        "prefix": f"t{run_id()}{_DIGITS[number // 36]}{_DIGITS[number % 36]}",
         "subnet": f"10.{240 + block // 64}.{block % 64 * 4}.0/22",
     }
 
 
 def free_port() -> int:
-    """A TCP port of this lane on which no process listens, and that no earlier call returned."""
-    for number in itertools.islice(_next_port, len(_PORTS)):
+    """Return a TCP port of this lane on which no process listens, and which no earlier call returned."""
+    for number in itertools.islice(_port_numbers, len(_PORTS)):
         with socket.socket() as probe, contextlib.suppress(OSError):
             probe.bind(("127.0.0.1", port := _PORTS[number % len(_PORTS)]))
             return port
@@ -84,8 +85,8 @@ def free_port() -> int:
 
 
 def link_collection() -> None:
-    """Link the repository to the place where Ansible looks for the collection."""
-    place = COLLECTIONS / "ansible_collections" / "grove" / "sandbox"
-    if not place.is_symlink():
-        place.parent.mkdir(parents=True, exist_ok=True)
-        place.symlink_to("../../../..")
+    """Create a symbolic link to the repository where Ansible searches for the collection."""
+    link = COLLECTIONS / "ansible_collections" / "grove" / "sandbox"
+    if not link.is_symlink():
+        link.parent.mkdir(parents=True, exist_ok=True)
+        link.symlink_to("../../../..")

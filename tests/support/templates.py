@@ -1,4 +1,4 @@
-"""The template that most tests use, cached by its inputs: other lanes and later runs need not build it."""
+"""A cache of the template that most tests use, so that other lanes and later runs need not build it."""
 
 from __future__ import annotations
 
@@ -20,48 +20,51 @@ RECIPE = Recipe(resources=Resources(memory_mb=256, disk_mb=2048))
 
 
 def copy_cached(root: Path, name: str) -> None:
-    """Copy the template below a state root under that name, if it is cached. The next build then finds it."""
-    kept = _cache_path()
-    if kept.exists():
-        manifest = _manifest(kept)
-        place = root / "templates" / manifest["id"]
-        place.parent.mkdir(exist_ok=True)
-        _copy(kept, place)
-        (place / "manifest.json").write_text(json.dumps(manifest | {"names": [name]}))
+    """Copy the template to a state root and name it ``name``, if it is cached. The next build then finds it."""
+    cached = _cache_path()
+    if cached.exists():
+        manifest = _manifest(cached)
+        directory = root / "templates" / manifest["id"]
+        directory.parent.mkdir(exist_ok=True)
+        _copy(cached, directory)
+        (directory / "manifest.json").write_text(json.dumps(manifest | {"names": [name]}))
 
 
 def add_to_cache(root: Path) -> None:
-    """Cache the template of RECIPE that is below a state root, and no other."""
-    kept = _cache_path()
-    for place in (root / "templates").iterdir():
-        if not kept.exists() and _manifest(place)["recipe_digest"] == _digest():
-            fresh = kept.with_name(f".{kept.name}-{os.getpid()}")
-            _copy(place, fresh)
+    """Cache the template of RECIPE from a state root, and remove all other templates from the cache."""
+    cached = _cache_path()
+    for directory in (root / "templates").iterdir():
+        if not cached.exists() and _manifest(directory)["recipe_digest"] == _digest():
+            temporary = cached.with_name(f".{cached.name}-{os.getpid()}")
+            _copy(directory, temporary)
             try:
-                fresh.rename(kept)
-            except OSError:  # The other lane was first.
-                shutil.rmtree(fresh)
+                temporary.rename(cached)
+            except OSError:  # Another lane has cached it first.
+                shutil.rmtree(temporary)
     for other in session.cache_dir().glob("template-*"):
-        if other != kept:
+        if other != cached:
             shutil.rmtree(other, ignore_errors=True)
 
 
 @cache
 def _cache_path() -> Path:
-    """The key consists of the recipe, the guest, the gateway's code, and the kernel, which decides the accelerator."""
-    made_of = hashlib.sha256(f"{_digest()} {os.uname().release}".encode())
+    """Return the template's path in the cache.
+
+    Its key covers the recipe, the guest files, the gateway's code, and the kernel, which decides the accelerator.
+    """
+    digest = hashlib.sha256(f"{_digest()} {os.uname().release}".encode())
     for path in sorted((session.REPOSITORY / "gateway" / "src").rglob("*.py")):
-        made_of.update(path.read_bytes())
-    return session.cache_dir() / f"template-{made_of.hexdigest()[:32]}"
+        digest.update(path.read_bytes())
+    return session.cache_dir() / f"template-{digest.hexdigest()[:32]}"
 
 
 def _digest() -> str:
     return RECIPE.digest(guest_digest(), source_digest(RECIPE))
 
 
-def _manifest(place: Path) -> dict[str, Any]:
-    found: dict[str, Any] = json.loads((place / "manifest.json").read_text())
-    return found
+def _manifest(directory: Path) -> dict[str, Any]:
+    manifest: dict[str, Any] = json.loads((directory / "manifest.json").read_text())
+    return manifest
 
 
 def _copy(source: Path, target: Path) -> None:

@@ -1,4 +1,4 @@
-"""Waits for asynchronous changes."""
+"""Wait for asynchronous changes."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from collections.abc import Callable
 _SECONDS = 30
 
 
-def eventually(what: Callable[[], object], seconds: float = _SECONDS) -> None:
-    """Raises AssertionError unless ``what()`` becomes true in time."""
+def eventually(condition: Callable[[], object], seconds: float = _SECONDS) -> None:
+    """Wait until ``condition()`` is true, for at most ``seconds``. Raises AssertionError."""
     deadline = time.monotonic() + seconds
-    while not what():
-        assert time.monotonic() < deadline, "it did not come about in time"
+    while not condition():
+        assert time.monotonic() < deadline, f"the condition did not become true within {seconds} s"
         time.sleep(0.05)

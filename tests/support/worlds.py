@@ -1,4 +1,4 @@
-"""Kinds of host for the engine's suite: set-up, observation from outside, and faults."""
+"""Kinds of host for the tests of the engine, with methods to set them up, observe them and cause faults."""
 
 from __future__ import annotations
 
@@ -39,59 +39,62 @@ _SETTLE_SECONDS = 20
 Traces = dict[str, set[str]]
 
 
-def wait_for_traces(look: Callable[[], Traces], right: Callable[[Traces], bool]) -> Traces:
-    """Return the traces once they are ``right``, or after a timeout: the release of a volume runs in the background."""
+def wait_for_traces(take_traces: Callable[[], Traces], is_expected: Callable[[Traces], bool]) -> Traces:
+    """Return the traces once ``is_expected(traces)``, or after a timeout.
+
+    Waiting is necessary because volumes are released in the background.
+    """
     deadline = time.monotonic() + _SETTLE_SECONDS
-    while not right(found := look()) and time.monotonic() < deadline:
+    while not is_expected(traces := take_traces()) and time.monotonic() < deadline:
         time.sleep(0.1)
-    return found
+    return traces
 
 
 class World(Protocol):
-    """One kind of host, with a template that is built once for the run."""
+    """A kind of host, with a template that is built once for the run."""
 
     kind: str
     abilities: Abilities
     factory: str
-    """Dotted name of the host's class."""
+    """Dotted name of the host class."""
     halt: str
-    """A command that ends the machine from inside."""
+    """A command that stops the machine from inside."""
 
     def config(self, **sections: Any) -> Config:
-        """A configuration with its own state, which already holds the template TEMPLATE."""
+        """Return a configuration with its own state root, which already contains the template TEMPLATE."""
 
     def host(self, config: Config) -> Host: ...
 
     def traces(self, config: Config) -> dict[str, set[str]]:
-        """Everything that the gateway of ``config`` has on the machine, by kind: files, processes, networks, …"""
+        """Return everything that the gateway of ``config`` has on the machine, by kind: files, processes, …"""
 
     def forget(self, config: Config) -> None:
-        """Remove everything that an empty, stopped gateway keeps on the machine."""
+        """Remove everything that an empty, stopped gateway has left on the machine."""
 
     def check_no_strays(self, engine: Engine, config: Config, when: str) -> None:
-        """The machine has exactly the objects that the engine knows."""
+        """Check that the machine has exactly the objects that the engine knows."""
 
     def break_capture(self, host: Host, monkeypatch: pytest.MonkeyPatch) -> None:
-        """Let the next captures fail ("forced") after the machine was stopped."""
+        """Make the next captures fail ("forced") after the machine has been paused."""
 
     def break_volume_capture(self, host: Host, monkeypatch: pytest.MonkeyPatch) -> None:
-        """Let the next captures fail ("forced") after their first volume is captured, but before the second."""
+        """Make the next captures fail ("forced") between the capture of the first volume and that of the second."""
 
     def territory(self, config: Config) -> Path:
-        """The places on the machine where the gateway of ``config`` may write and mount."""
+        """Return the directory in which the gateway of ``config`` may write and mount."""
 
     def power_cut(self, config: Config) -> None:
-        """End every machine of a stopped gateway, as when the host loses power."""
+        """Stop every machine of a stopped gateway, as when the host loses power."""
 
     def damage(self, config: Config, *, torn: str, short: str, empty: str) -> None:
-        """Damage three snapshots: tear one's record, truncate another (its image or record), and empty the third."""
+        """Damage three snapshots: the record of ``torn``, the image or record of ``short``, and all of ``empty``."""
 
     def rewrite(self, config: Config, snapshot: Snapshot, **fields: Any) -> None:
-        """Change fields of a snapshot's record behind the gateway's back."""
+        """Change fields of a snapshot's record without the gateway."""
 
 
 class KvmXfsWorld:
-    """QEMU on an XFS: a state root per test, the template's files copied by reflink."""
+    """QEMU on an XFS file system. Each configuration gets its own state root, with a reflink copy of the template."""
 
     kind = "kvm_xfs"
     abilities = KvmXfsHost.abilities
@@ -125,14 +128,14 @@ class KvmXfsWorld:
         return self._config(root, sections)
 
     def _config(self, root: Path, sections: dict[str, Any]) -> Config:
-        own: dict[str, dict[str, Any]] = {
+        defaults: dict[str, dict[str, Any]] = {
             "host": {"kind": "kvm_xfs", "state_root": root, "cache_root": self._cache},
             "kvm_xfs": {"uid_base": 700_000},
             "network": {**session.network(), "pool": 1},
         }
-        plain = {key: value for key, value in sections.items() if not isinstance(value, dict)}
-        merged = {key: own.get(key, {}) | sections.get(key, {}) for key in {*own, *sections} - {*plain}}
-        return Config.model_validate(merged | plain)
+        top_level = {key: value for key, value in sections.items() if not isinstance(value, dict)}
+        merged = {key: defaults.get(key, {}) | sections.get(key, {}) for key in {*defaults, *sections} - {*top_level}}
+        return Config.model_validate(merged | top_level)
 
     def host(self, config: Config) -> KvmXfsHost:
         return KvmXfsHost(config)
@@ -146,23 +149,25 @@ class KvmXfsWorld:
         sandboxes, snapshots = engine.index.sandboxes.values(), engine.index.snapshots.values()
         running = [sandbox for sandbox in sandboxes if sandbox.state is SandboxState.RUNNING]
         mounted = {mount.volume for sandbox in running for mount in sandbox.mounts}
-        found = self.traces(config)
+        traces = self.traces(config)
         disks = {f"sandboxes/{each.id}/{each.instance}" for each in sandboxes if not each.pause_snapshot}
-        assert found["sandboxes"] == disks | {f"sandboxes/{each.id}/manifest.json" for each in sandboxes}, when
-        built = (SnapshotKind.TEMPLATE, SnapshotKind.BASE)
-        assert found["snapshots"] == {f"snapshots/{each.id}" for each in snapshots if each.kind not in built}, when
-        assert len(found["processes"]) == len(running), (when, found, sandboxes)
+        assert traces["sandboxes"] == disks | {f"sandboxes/{each.id}/manifest.json" for each in sandboxes}, when
+        template_kinds = (SnapshotKind.TEMPLATE, SnapshotKind.BASE)
+        assert traces["snapshots"] == {
+            f"snapshots/{each.id}" for each in snapshots if each.kind not in template_kinds
+        }, when
+        assert len(traces["processes"]) == len(running), (when, traces, sandboxes)
         volumes = {f"volumes/{each.id}" for each in engine.volumes.list()}
         captures = {f"volumes/{each.volume}/snapshots/{each.id}" for each in engine.index.volume_snapshots.values()}
-        assert found["volumes"] == volumes | captures, when
-        assert found["servers"] == mounted, when
+        assert traces["volumes"] == volumes | captures, when
+        assert traces["servers"] == mounted, when
         groups = {
             f"{kind}/{name}"
             for kind, names in (("sandboxes", {each.instance for each in running}), ("volumes", mounted))
             for name in names
         }
         kinds = (f"{config.network.prefix}-", "")
-        assert {"/".join(Path(each).parts[-2:]).replace(*kinds) for each in found["cgroups"]} == groups, when
+        assert {"/".join(Path(each).parts[-2:]).replace(*kinds) for each in traces["cgroups"]} == groups, when
 
     def break_capture(self, host: Host, monkeypatch: pytest.MonkeyPatch) -> None:
         def refuse(*args: Any) -> None:
@@ -171,16 +176,16 @@ class KvmXfsWorld:
         monkeypatch.setattr("sandbox_gateway.hosts.kvm_xfs.memory.ram.Ram.read", refuse)
 
     def break_volume_capture(self, host: Host, monkeypatch: pytest.MonkeyPatch) -> None:
-        taken: list[PendingSnapshot] = []
-        genuine = PendingSnapshot.clone_image
+        captured: list[PendingSnapshot] = []
+        original = PendingSnapshot.clone_image
 
-        def refuse_the_second(recording: PendingSnapshot) -> None:
-            taken.append(recording)
-            if len(taken) == 2:
+        def refuse_second(pending: PendingSnapshot) -> None:
+            captured.append(pending)
+            if len(captured) == 2:
                 raise BackendFailed("forced")
-            genuine(recording)
+            original(pending)
 
-        monkeypatch.setattr(PendingSnapshot, "clone_image", refuse_the_second)
+        monkeypatch.setattr(PendingSnapshot, "clone_image", refuse_second)
 
     def territory(self, config: Config) -> Path:
         return config.host.state_root
@@ -188,7 +193,7 @@ class KvmXfsWorld:
     def power_cut(self, config: Config) -> None:
         machines = [pid for pid, _, _ in list_running(str(config.host.state_root / "sandboxes"))]
         serving = config.host.state_root / "serving"
-        for pid in [*machines, *(int(process.name) for process in _processes() if _under(process, serving))]:
+        for pid in [*machines, *(int(process.name) for process in _processes() if _names_below(process, serving))]:
             descriptor = os.pidfd_open(pid)
             signal.pidfd_send_signal(descriptor, signal.SIGKILL)
             assert select.select([descriptor], [], [], 10)[0]
@@ -208,7 +213,7 @@ class KvmXfsWorld:
 
     def traces(self, config: Config) -> dict[str, set[str]]:
         root, prefix = config.host.state_root, config.network.prefix
-        servers = {process: named[0] for process in _processes() if (named := _under(process, root / "serving"))}
+        servers = {process: names[0] for process in _processes() if (names := _names_below(process, root / "serving"))}
         return {
             "volumes": {str(path.relative_to(root)) for path in (root / "volumes").glob("*")}
             | {str(path.relative_to(root)) for path in (root / "volumes").glob("*/snapshots/*")},
@@ -216,8 +221,10 @@ class KvmXfsWorld:
             "sandboxes": {str(path.relative_to(root)) for path in (root / "sandboxes").glob("*/*")},
             "snapshots": {str(path.relative_to(root)) for path in (root / "snapshots").glob("*")},
             "templates": {str(path.relative_to(root)) for path in (root / "templates").glob("*")},
-            "processes": {process.name for process in _processes() if process not in servers and _under(process, root)},
-            # os.walk ignores groups that vanish meanwhile.
+            "processes": {
+                process.name for process in _processes() if process not in servers and _names_below(process, root)
+            },
+            # os.walk ignores groups that are removed during the walk.
             "cgroups": {place for place, _, _ in os.walk("/sys/fs/cgroup") if prefix in Path(place).parent.name},
         }
 
@@ -226,8 +233,8 @@ def _processes() -> list[Path]:
     return [path for path in Path("/proc").iterdir() if path.name.isdigit()]
 
 
-def _under(process: Path, root: Path) -> list[str]:
-    """The names directly below ``root`` that a process has in its command line."""
+def _names_below(process: Path, root: Path) -> list[str]:
+    """Return the names directly below ``root`` that occur in the command line of a process."""
     try:
         return re.findall(rf"{re.escape(str(root))}/([^/\0]+)", (process / "cmdline").read_text(errors="replace"))
     except OSError:

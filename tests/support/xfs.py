@@ -1,4 +1,4 @@
-"""A private XFS in a sparse file on a loop device."""
+"""A private XFS file system in a sparse file on a loop device."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from types import TracebackType
 
 
 class LoopXfs:
-    """Create, mount, and remove afterwards: ``with LoopXfs(image, mount_point) as xfs: xfs.mount_point``."""
+    """A context manager that creates and mounts a file system in ``image``, and removes it on exit."""
 
     def __init__(self, image: Path, mount_point: Path, *, size_mb: int = 1024, reflink: bool = True) -> None:
         self.image = image
@@ -34,6 +34,6 @@ class LoopXfs:
 
 
 def _run(*argv: str) -> None:
-    done = subprocess.run(argv, capture_output=True, text=True, timeout=120)
-    if done.returncode != 0:
-        raise RuntimeError(f"{' '.join(argv)} failed: {done.stderr.strip()}")
+    result = subprocess.run(argv, capture_output=True, text=True, timeout=120)
+    if result.returncode != 0:
+        raise RuntimeError(f"{' '.join(argv)} failed: {result.stderr.strip()}")

@@ -1,4 +1,4 @@
-"""`./dev` rejects wrong arguments before it does anything."""
+"""`./dev` rejects invalid arguments before it does anything."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ def run_dev(*arguments: str) -> subprocess.CompletedProcess[str]:
     )
 
 
-def test_usage_goes_to_standard_output_on_request() -> None:
-    done = run_dev("--help")
-    assert done.returncode == 0
-    assert done.stdout.startswith("usage: ./dev COMMAND")
+def test_help_is_printed_to_standard_output() -> None:
+    result = run_dev("--help")
+    assert result.returncode == 0
+    assert result.stdout.startswith("usage: ./dev COMMAND")
 
 
 @pytest.mark.parametrize(
@@ -34,7 +34,7 @@ def test_usage_goes_to_standard_output_on_request() -> None:
     ],
 )
 def test_unknown_arguments_are_refused(arguments: tuple[str, ...], sentence: str) -> None:
-    done = run_dev(*arguments)
-    assert done.returncode == 2
-    assert sentence in done.stderr
-    assert done.stdout == ""
+    result = run_dev(*arguments)
+    assert result.returncode == 2
+    assert sentence in result.stderr
+    assert result.stdout == ""

@@ -1,4 +1,4 @@
-"""The documentation is correct: its links, commands, plays, configurations and routes are checked."""
+"""Check the links, commands, plays, configurations and routes in the documentation."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ _KEYWORDS = ("block", "rescue", "always", "tasks", "pre_tasks", "post_tasks", "h
 
 @dataclass(frozen=True)
 class Block:
-    """A fenced block: its location, language and text."""
+    """A fenced block of code, with its location and language."""
 
     page: Path
     line: int
@@ -49,15 +49,15 @@ class Block:
 
 @cache
 def blocks() -> list[Block]:
-    found = []
+    blocks = []
     for page in PAGES:
         text = page.read_text()
         for match in _FENCE.finditer(text):
-            found.append(Block(page, text.count("\n", 0, match.start()) + 1, match[1], match[2]))
-    return found
+            blocks.append(Block(page, text.count("\n", 0, match.start()) + 1, match[1], match[2]))
+    return blocks
 
 
-def written_in(*languages: str) -> list[Any]:
+def blocks_in(*languages: str) -> list[Any]:
     return [pytest.param(block, id=str(block)) for block in blocks() if block.language in languages]
 
 
@@ -65,8 +65,8 @@ def written_in(*languages: str) -> list[Any]:
 
 
 def test_the_configuration_page_is_generated_from_the_code() -> None:
-    wanted = daemon.configuration_page()
-    assert (DOCS / "configuration.md").read_text() == wanted, "run ./dev docs"
+    expected = daemon.configuration_page()
+    assert (DOCS / "configuration.md").read_text() == expected, "run ./dev docs"
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
@@ -77,30 +77,30 @@ def test_links_resolve(page: Path) -> None:
             continue
         path, _, anchor = link.partition("#")
         target = (page.parent / path).resolve() if path else page
-        assert target.exists(), f"{page.name}: {link} leads nowhere"
-        assert target.is_relative_to(REPOSITORY), f"{page.name}: {link} leads out of the repository"
+        assert target.exists(), f"{page.name}: the target of {link} does not exist"
+        assert target.is_relative_to(REPOSITORY), f"{page.name}: the target of {link} is outside the repository"
         if anchor:
             assert anchor in anchors(target), f"{page.name}: {target.name} has no heading for {link}"
 
 
 def anchors(page: Path) -> set[str]:
-    """The anchors that GitHub generates for headings."""
+    """Return the anchors that GitHub generates for the headings of a page."""
     headings = re.findall(r"^#+ (.+)$", _FENCE.sub("", page.read_text()), re.MULTILINE)
     plain = (re.sub(r"[^\w\- ]", "", heading.lower()) for heading in headings)
     return {heading.replace(" ", "-") for heading in plain}
 
 
 def test_every_page_is_in_the_index() -> None:
-    linked = set(_LINK.findall((DOCS / "README.md").read_text()))
-    assert {page.name for page in DOCS.glob("*.md")} - {"README.md"} <= linked
+    links = set(_LINK.findall((DOCS / "README.md").read_text()))
+    assert {page.name for page in DOCS.glob("*.md")} - {"README.md"} <= links
 
 
 @pytest.mark.parametrize("page", sorted(DOCS.glob("*.md")), ids=lambda page: page.name)
 def test_fences_are_closed_and_have_a_language(page: Path) -> None:
-    """Nothing would check a fence without a language."""
+    """The other tests do not check a fence without a language."""
     text = page.read_text()
     assert text.count("\n```") == 2 * len(_FENCE.findall(text)), f"{page.name}: a fence is not closed"
-    assert all(language for language, _ in _FENCE.findall(text)), f"{page.name}: a fence names no language"
+    assert all(language for language, _ in _FENCE.findall(text)), f"{page.name}: a fence has no language"
 
 
 # --- plays -----------------------------------------------------------------------------------------------------------
@@ -108,7 +108,7 @@ def test_fences_are_closed_and_have_a_language(page: Path) -> None:
 
 @cache
 def modules() -> dict[str, dict[str, Any]]:
-    """The options of each module by its full name, including those of its documentation fragments."""
+    """Return the options of each module by its full name, including those of its documentation fragments."""
     return {f"{COLLECTION}{path.stem}": _options(path) for path in (REPOSITORY / "plugins" / "modules").glob("*.py")}
 
 
@@ -132,21 +132,21 @@ def _documentation(path: Path) -> dict[str, Any]:
 
 @cache
 def roles() -> dict[str, dict[str, Any]]:
-    """The options of each role by its full name."""
-    found = {}
+    """Return the options of each role by its full name."""
+    options = {}
     for path in (REPOSITORY / "roles").glob("*/meta/argument_specs.yml"):
         specification = yaml.safe_load(path.read_text())["argument_specs"]["main"]
-        found[COLLECTION + path.parent.parent.name] = specification.get("options") or {}
-    return found
+        options[COLLECTION + path.parent.parent.name] = specification.get("options") or {}
+    return options
 
 
 def names_of(options: Mapping[str, Any]) -> set[str]:
-    """All valid names: the options and their aliases."""
+    """Return the names and the aliases of options."""
     return {name for key, option in options.items() for name in (key, *(option.get("aliases") or []))}
 
 
 def check_arguments(where: str, options: Mapping[str, Any], arguments: Mapping[str, Any]) -> None:
-    """Every argument is one of ``options`` and has a valid choice; suboptions likewise."""
+    """Check that every argument is one of ``options`` and has a valid value, and the same for suboptions."""
     unknown = arguments.keys() - names_of(options)
     assert not unknown, f"{where} has no option {', '.join(sorted(unknown))}"
     for name, value in arguments.items():
@@ -165,12 +165,12 @@ def check_role(where: str, name: str, variables: Mapping[str, Any]) -> None:
     assert name in roles(), f"{where}: there is no role {name}"
     check_arguments(f"{where}: role {name}", roles()[name], variables)
     if "gateway_config" in variables:
-        Config.model_validate(_substituted(variables["gateway_config"]))
+        Config.model_validate(_without_templates(variables["gateway_config"]))
 
 
-def _substituted(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Without the values that only a play knows."""
-    plain = {key: _substituted(value) if isinstance(value, dict) else value for key, value in config.items()}
+def _without_templates(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a configuration without values that contain templates, which only a play can evaluate."""
+    plain = {key: _without_templates(value) if isinstance(value, dict) else value for key, value in config.items()}
     return {key: value for key, value in plain.items() if "{{" not in str(value) or isinstance(value, dict)}
 
 
@@ -204,17 +204,17 @@ def check_play(where: str, play: Mapping[str, Any]) -> None:
             assert defaults.keys() <= common, f"{where}: {group} has no option {defaults.keys() - common}"
 
 
-@pytest.mark.parametrize("block", written_in("yaml", "yml"))
+@pytest.mark.parametrize("block", blocks_in("yaml", "yml"))
 def test_plays_use_existing_modules_and_options(block: Block) -> None:
     data = yaml.safe_load(block.text)
-    assert isinstance(data, list), f"{block}: neither a list of plays nor of tasks"
+    assert isinstance(data, list), f"{block}: this is neither a list of plays nor a list of tasks"
     for item in data:
-        assert "name" in item, f"{block}: a play or task without a name"
+        assert "name" in item, f"{block}: a play or task has no name"
         check_play(str(block), item)
 
 
 def test_an_invalid_play_is_detected() -> None:
-    wrong: list[dict[str, Any]] = [
+    invalid: list[dict[str, Any]] = [
         {"grove.sandbox.sandbox": {"name": "a", "colour": "red"}},
         {"grove.sandbox.sandbox": {"name": "a", "state": "asleep"}},
         {"grove.sandbox.sandbox": {"state": "absent"}},
@@ -226,7 +226,7 @@ def test_an_invalid_play_is_detected() -> None:
         {"roles": [{"role": "grove.sandbox.gateway", "vars": {"gateway_config": {"server": {"sockt": "x"}}}}]},
         {"module_defaults": {"group/grove.sandbox.all": {"snapshot": "x"}}},
     ]
-    for item in wrong:
+    for item in invalid:
         with pytest.raises((AssertionError, ValueError)):
             check_play("here", item)
 
@@ -236,51 +236,51 @@ def test_an_invalid_play_is_detected() -> None:
 _VARIABLE = re.compile(
     r"(?<![\w.\-/])(gateway|kvm_xfs_host|jail_zfs_host|install|build|nightly|rollback)_[a-z0-9_]*[a-z0-9]\b(?!\.)"
 )
-"""A variable of a role or a ready playbook, but not a part of a longer name."""
-_NO_VARIABLES = {"gateway_default", "gateway_systemd"}
-"""A group of an inventory, and a scenario of molecule."""
+"""Matches a variable of a role or of a playbook of the collection, but not a part of a longer name."""
+_OTHER_NAMES = {"gateway_default", "gateway_systemd"}
+"""Names that match but are not variables: a group of an inventory, and a scenario of molecule."""
 
 
 @cache
 def variables() -> set[str]:
-    """The options of roles and modules, the facts that roles set, and the variables that playbooks read."""
-    known = {name for options in (*roles().values(), *modules().values()) for name in names_of(options)}
+    """Return the options of roles and modules, the facts that roles set, and the variables that playbooks read."""
+    names = {name for options in (*roles().values(), *modules().values()) for name in names_of(options)}
     for path in (REPOSITORY / "roles").glob("*/tasks/*.yml"):
         for task in yaml.safe_load(path.read_text()) or []:
-            known |= set(_facts(task))
+            names |= set(_set_facts(task))
     for path in (REPOSITORY / "playbooks").rglob("*.yml"):
-        known |= {match[0] for match in _VARIABLE.finditer(path.read_text())}
-    return known | {path.stem for path in (REPOSITORY / "playbooks").glob("*.yml")}
+        names |= {match[0] for match in _VARIABLE.finditer(path.read_text())}
+    return names | {path.stem for path in (REPOSITORY / "playbooks").glob("*.yml")}
 
 
-def _facts(task: Mapping[str, Any]) -> Iterator[str]:
+def _set_facts(task: Mapping[str, Any]) -> Iterator[str]:
     yield from task.get("ansible.builtin.set_fact") or {}
     for inner in (*(task.get("block") or []), *(task.get("always") or [])):
-        yield from _facts(inner)
+        yield from _set_facts(inner)
 
 
 def unknown_variables(text: str) -> list[str]:
-    """The variables that code in ``text``, fenced or not, names and that nothing reads."""
+    """Return the variables that occur in fenced or inline code in ``text``, but that nothing reads."""
     code = [match[2] for match in _FENCE.finditer(text)]
     code += re.findall(r"`([^`\n]+)`", _FENCE.sub("", text))
-    return sorted({match[0] for each in code for match in _VARIABLE.finditer(each)} - variables() - _NO_VARIABLES)
+    return sorted({match[0] for each in code for match in _VARIABLE.finditer(each)} - variables() - _OTHER_NAMES)
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
-def test_variables_that_a_page_names_exist(page: Path) -> None:
+def test_variables_named_on_a_page_exist(page: Path) -> None:
     assert unknown_variables(page.read_text()) == []
 
 
 def check_ansible(argv: list[str]) -> None:
-    """Raises ValueError if a command of Ansible names a playbook, module, role or variable of ours that is missing."""
+    """Raise ValueError if an Ansible command names a playbook, module, role or variable of ours that does not exist."""
     if argv[0] == "ansible-playbook":
         for word in argv[1:]:
             name = word.removeprefix(COLLECTION).replace(".", "/")
             if word.startswith(COLLECTION) and not (REPOSITORY / "playbooks" / f"{name}.yml").exists():
                 raise ValueError(f"there is no playbook {word}")
-        for option, given in itertools.pairwise(argv):
-            name = given.partition("=")[0]
-            if option in ("-e", "--extra-vars") and re.match(r"\w+=", given) and name not in read_by_playbooks():
+        for option, value in itertools.pairwise(argv):
+            name = value.partition("=")[0]
+            if option in ("-e", "--extra-vars") and re.match(r"\w+=", value) and name not in names_in_playbooks():
                 raise ValueError(f"no playbook and no role reads the variable {name}")
     elif argv[0] == "ansible-doc":
         for word in argv[1:]:
@@ -290,33 +290,33 @@ def check_ansible(argv: list[str]) -> None:
 
 
 @cache
-def read_by_playbooks() -> set[str]:
-    """All words of the ready playbooks, and the options of roles."""
+def names_in_playbooks() -> set[str]:
+    """Return all words in the playbooks of the collection, and the options of roles."""
     texts = [path.read_text() for path in (REPOSITORY / "playbooks").rglob("*.yml")]
-    options = {name for known in roles().values() for name in names_of(known)}
+    options = {name for role_options in roles().values() for name in names_of(role_options)}
     return options | {word for text in texts for word in re.findall(r"\w+", text)}
 
 
-@pytest.mark.parametrize("block", written_in("sh", "console", "bash", "text"))
-def test_commands_of_ansible_name_what_exists(block: Block) -> None:
+@pytest.mark.parametrize("block", blocks_in("sh", "console", "bash", "text"))
+def test_ansible_commands_name_existing_objects(block: Block) -> None:
     for line in block.text.replace("\\\n", " ").splitlines():
-        # A line of a crontab, too.
-        found = re.search(r"\bansible-(playbook|doc) .*", line)
-        if found:
-            check_ansible(shlex.split(found[0], comments=True))
+        # The command may be a part of the line, for example in a crontab.
+        match = re.search(r"\bansible-(playbook|doc) .*", line)
+        if match:
+            check_ansible(shlex.split(match[0], comments=True))
 
 
-def test_a_wrong_name_is_noticed() -> None:
+def test_an_unknown_name_is_detected() -> None:
     assert unknown_variables("Set `gateway_sokket` or `kvm_xfs_host_device`.") == ["gateway_sokket"]
     assert unknown_variables("```sh\necho install_colour\n```\n") == ["install_colour"]
     assert unknown_variables("See `engine/gateway_nothing.py`, `sandbox_gateway_nothing` and gateway_nothing.") == []
-    wrong = (
+    invalid = (
         "ansible-playbook grove.sandbox.install_hots",
         "ansible-playbook grove.sandbox.install_host -e install_knd=jail_zfs",
         "ansible-doc --type role grove.sandbox.gatway",
         "ansible-doc grove.sandbox.sandbox_cloud",
     )
-    for line in wrong:
+    for line in invalid:
         with pytest.raises(ValueError, match="no "):
             check_ansible(line.split())
     check_ansible(["ansible-playbook", "-i", "hosts.ini", "grove.sandbox.install_host", "-e", "install_kind=jail_zfs"])
@@ -325,7 +325,7 @@ def test_a_wrong_name_is_noticed() -> None:
 # --- files -----------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("block", written_in("toml"))
+@pytest.mark.parametrize("block", blocks_in("toml"))
 def test_toml_is_a_valid_configuration_or_recipe(block: Block) -> None:
     data = tomllib.loads(block.text)
     if "name" not in data:
@@ -340,7 +340,7 @@ def test_toml_is_a_valid_configuration_or_recipe(block: Block) -> None:
 
 
 def commands(block: Block) -> Iterator[list[str]]:
-    """The simple commands of a shell block: without prompts, assignments and sudo, and with pipelines split."""
+    """Yield the simple commands of a shell block, without prompts, assignments and sudo. Pipelines are split."""
     console = block.language == "console"
     for line in block.text.replace("\\\n", " ").splitlines():
         if console:
@@ -369,15 +369,15 @@ def parse(root: typer.Typer, argv: list[str]) -> None:
         if not hasattr(command, "resolve_command"):
             check_values(context.params)
             return
-        rest = [*context._protected_args, *context.args]
-        if not rest:
+        remaining = [*context._protected_args, *context.args]
+        if not remaining:
             return
-        name, inner, args = command.resolve_command(context, rest)
-        assert inner is not None, f"there is no command {rest[0]}"
+        name, inner, args = command.resolve_command(context, remaining)
+        assert inner is not None, f"there is no command {remaining[0]}"
         command, parent = inner, context
 
 
-READERS: dict[str, Any] = {
+PARSERS: dict[str, Any] = {
     "memory": formats.parse_size,
     "disk": formats.parse_size,
     "size": formats.parse_size,
@@ -386,14 +386,14 @@ READERS: dict[str, Any] = {
     "metadata": lambda given: formats.parse_pairs(given, "metadata"),
     "env": lambda given: formats.parse_pairs(given, "an environment variable"),
     "on_timeout": OnTimeout,
-    # The option, which is repeatable; not a command's argument.
+    # Only the option, which is repeatable and therefore a list, and not the argument of a command.
     "volume": lambda given: [formats.parse_mount(each) for each in given if not isinstance(given, str)],
 }
-"""The program's readers of values that its parser accepts as any text."""
+"""The program's parsers of values that its command line accepts as any text."""
 
 
 def check_values(params: Mapping[str, Any]) -> None:
-    for name, read in READERS.items():
+    for name, read in PARSERS.items():
         if params.get(name):
             read(params[name])
 
@@ -402,11 +402,11 @@ PROGRAMS = {"sandboxctl": main.app, "sandbox-gateway": daemon.app}
 
 
 def check_command(argv: list[str]) -> None:
-    """Raises ValueError with the error in a command line of ours; other commands are ignored."""
+    """Raise ValueError if a command line of one of our programs is invalid. Other programs are ignored."""
     program = Path(argv[0]).name
     if argv[0] == "./dev":
-        known = re.findall(r"^    (\w+)\) ", (REPOSITORY / "dev").read_text(), re.MULTILINE)
-        if argv[1] not in known:
+        commands = re.findall(r"^    (\w+)\) ", (REPOSITORY / "dev").read_text(), re.MULTILINE)
+        if argv[1] not in commands:
             raise ValueError(f"./dev has no command {argv[1]}")
     elif program in PROGRAMS:
         try:
@@ -414,20 +414,20 @@ def check_command(argv: list[str]) -> None:
         except (click.exceptions.Exit, SystemExit):
             return
         except Exception as error:
-            said = getattr(error, "message", "") or str(error) or type(error).__name__
-            raise ValueError(f"{' '.join(argv)}: {said}") from None
+            message = getattr(error, "message", "") or str(error) or type(error).__name__
+            raise ValueError(f"{' '.join(argv)}: {message}") from None
         if program == "sandboxctl" and "exec" in argv and "--" not in argv:
             raise ValueError(f"{' '.join(argv)}: options go before SANDBOX, the program after --")
 
 
-@pytest.mark.parametrize("block", written_in("sh", "console", "bash"))
+@pytest.mark.parametrize("block", blocks_in("sh", "console", "bash"))
 def test_commands_are_valid(block: Block) -> None:
     for argv in commands(block):
         check_command(argv)
 
 
 def test_an_invalid_command_is_detected() -> None:
-    wrong = (
+    invalid = (
         "sandboxctl fly web",
         "sandboxctl create",
         "sandboxctl create web --colour red",
@@ -444,13 +444,13 @@ def test_an_invalid_command_is_detected() -> None:
         "sandboxctl volume create data --size lots",
         "./dev dance",
     )
-    for line in wrong:
+    for line in invalid:
         (argv,) = commands(Block(DOCS, 1, "sh", line))
         with pytest.raises(ValueError, match=r"."):
             check_command(argv)
-    right = Block(DOCS, 1, "sh", "A=1 sudo sandboxctl --json list | sandboxctl exec --stdin one -- tar -x > out\n")
-    assert [argv[0] for argv in commands(right)] == ["sandboxctl", "sandboxctl"]
-    for argv in commands(right):
+    valid = Block(DOCS, 1, "sh", "A=1 sudo sandboxctl --json list | sandboxctl exec --stdin one -- tar -x > out\n")
+    assert [argv[0] for argv in commands(valid)] == ["sandboxctl", "sandboxctl"]
+    for argv in commands(valid):
         check_command(argv)
 
 
@@ -459,13 +459,13 @@ def test_an_invalid_command_is_detected() -> None:
 
 @cache
 def routes() -> dict[str, set[str]]:
-    """Methods by path, from the OpenAPI document."""
+    """Return the methods of each path in the OpenAPI document."""
     return {path: {method.upper() for method in item} for path, item in serving.document()["paths"].items()}
 
 
 def matches(path: str, method: str) -> bool:
-    for known, methods in routes().items():
-        pattern = re.sub(r"\\\{\w+\\\}", "[^/]+", re.escape(known))
+    for documented, methods in routes().items():
+        pattern = re.sub(r"\\\{\w+\\\}", "[^/]+", re.escape(documented))
         if re.fullmatch(pattern, path) and method in methods:
             return True
     return False
@@ -481,10 +481,10 @@ def test_every_route_is_documented() -> None:
     text = (DOCS / "api.md").read_text()
     for path, methods in routes().items():
         for method in methods:
-            assert f"`{method} {path}`" in text, f"api.md does not name {method} {path}"
+            assert f"`{method} {path}`" in text, f"api.md does not describe {method} {path}"
 
 
-@pytest.mark.parametrize("block", written_in("sh", "console", "bash"))
+@pytest.mark.parametrize("block", blocks_in("sh", "console", "bash"))
 def test_example_requests_use_existing_routes(block: Block) -> None:
     for argv in commands(block):
         if argv[0] != "curl" or any(word.lower().startswith("e2b-sandbox-") for word in argv):
@@ -504,18 +504,18 @@ def test_every_error_kind_is_documented() -> None:
 
 
 def test_every_event_is_documented() -> None:
-    published = set()
+    events = set()
     for path in (REPOSITORY / "gateway" / "src" / "sandbox_gateway" / "engine").glob("*.py"):
-        published |= set(re.findall(r"(?:publish|_progress)\(\s*\"([a-z]+\.[a-z-]+)\"", path.read_text()))
+        events |= set(re.findall(r"(?:publish|_progress)\(\s*\"([a-z]+\.[a-z-]+)\"", path.read_text()))
     text = (DOCS / "api.md").read_text()
-    explained = set(re.findall(r"`((?:sandbox|snapshot|template|fork|volume)\.[a-z-]+)`", text))
-    assert published == explained
+    documented = set(re.findall(r"`((?:sandbox|snapshot|template|fork|volume)\.[a-z-]+)`", text))
+    assert events == documented
 
 
 def test_the_security_page_names_existing_tests() -> None:
-    named = re.findall(r"`([\w/.]+\.py)::(\w+)`", (DOCS / "security.md").read_text())
-    assert len(named) > 50
-    for file, test in named:
+    references = re.findall(r"`([\w/.]+\.py)::(\w+)`", (DOCS / "security.md").read_text())
+    assert len(references) > 50
+    for file, test in references:
         path = REPOSITORY / (file if "/" in file else f"tests/security/{file}")
         assert path.exists() and f"def {test}(" in path.read_text(), f"security.md: {file}::{test} does not exist"
 

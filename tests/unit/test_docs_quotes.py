@@ -1,4 +1,4 @@
-"""Guides quote error messages and paths of files: each exists in the code exactly as quoted."""
+"""Check that the error messages and paths that guides quote exist exactly as quoted."""
 
 from __future__ import annotations
 
@@ -16,28 +16,28 @@ from tests.support.session import REPOSITORY
 
 ERRORS = REPOSITORY / "docs" / "errors.md"
 CODE = ("gateway/src", "plugins")
-PATHS = [REPOSITORY / name for name in ("CONTRIBUTING.md", "docs/architecture.md", "README.md")]
-# Not in the repository: created by commands, or on a host.
-MADE = {".venv", "docs/_site", "sandboxes/ID"}
+PATH_PAGES = [REPOSITORY / name for name in ("CONTRIBUTING.md", "docs/architecture.md", "README.md")]
+# Paths that commands create, or that exist only on a host.
+GENERATED_PATHS = {".venv", "docs/_site", "sandboxes/ID"}
 
 
 def quotes() -> list[str]:
-    """The sentences that errors.md quotes, each on its own line."""
+    """Return the sentences that errors.md quotes, each of which is on its own line."""
     return re.findall(r"^> (.+)$", ERRORS.read_text(), re.MULTILINE)
 
 
 @cache
 def sentences() -> frozenset[str]:
-    """All texts of the code and of the roles' messages, with … for each value."""
+    """Return all strings in the code and all messages of roles, with … for each value."""
     python = (path for place in CODE for path in (REPOSITORY / place).rglob("*.py"))
-    found = {text for path in python for text in _texts(path)}
+    texts = {text for path in python for text in _texts(path)}
     for path in (REPOSITORY / "roles").rglob("*.yml"):
-        found |= set(_messages(yaml.load(path.read_text(), Loader=_Loader)))
-    return frozenset(found)
+        texts |= set(_messages(yaml.load(path.read_text(), Loader=_Loader)))
+    return frozenset(texts)
 
 
 class _Loader(yaml.SafeLoader):
-    """Reads tags such as !unsafe as the plain values below them."""
+    """A loader that ignores tags such as !unsafe, and reads the tagged values."""
 
 
 _Loader.add_multi_constructor("!", lambda loader, suffix, node: getattr(node, "value", ""))
@@ -48,7 +48,7 @@ def _texts(path: Path) -> Iterator[str]:
         if isinstance(node, (ast.JoinedStr, ast.Constant, ast.BinOp)):
             text = _literal(node)
             if " " in text:
-                yield _normal(text)
+                yield _normalize(text)
 
 
 def _literal(node: ast.AST) -> str:
@@ -66,7 +66,7 @@ def _messages(data: Any) -> Iterator[str]:
     if isinstance(data, dict):
         for key, value in data.items():
             if key == "fail_msg":
-                yield _normal(re.sub(r"{{.*?}}", "…", str(value), flags=re.DOTALL))
+                yield _normalize(re.sub(r"{{.*?}}", "…", str(value), flags=re.DOTALL))
             else:
                 yield from _messages(value)
     elif isinstance(data, list):
@@ -74,7 +74,7 @@ def _messages(data: Any) -> Iterator[str]:
             yield from _messages(each)
 
 
-def _normal(text: str) -> str:
+def _normalize(text: str) -> str:
     return " ".join(text.split())
 
 
@@ -85,7 +85,9 @@ def test_the_guide_quotes_at_least_twenty_errors() -> None:
 
 @pytest.mark.parametrize("quote", quotes())
 def test_a_quoted_error_is_in_the_code(quote: str) -> None:
-    assert any(quote in sentence for sentence in sentences()), f"errors.md quotes what no code says: {quote}"
+    assert any(quote in sentence for sentence in sentences()), (
+        f"errors.md quotes an error that the code does not contain: {quote}"
+    )
 
 
 def test_an_invented_error_is_detected() -> None:
@@ -93,21 +95,21 @@ def test_an_invented_error_is_detected() -> None:
 
 
 def named_paths(page: Path) -> list[str]:
-    """The files and directories of the repository that a page names in code or in links."""
+    """Return the files and directories that a page names in inline code."""
     prose = page.read_text()
     code = re.findall(r"`([\w.-]+(?:/[\w.*-]+)+/?)`", re.sub(r"^```.*?^```$", "", prose, flags=re.M | re.S))
-    return sorted({each.rstrip("/") for each in code} - MADE)
+    return sorted({each.rstrip("/") for each in code} - GENERATED_PATHS)
 
 
-@pytest.mark.parametrize("page", PATHS, ids=lambda page: page.name)
+@pytest.mark.parametrize("page", PATH_PAGES, ids=lambda page: page.name)
 def test_named_paths_exist(page: Path) -> None:
-    """A path is relative to the repository or to one of the packages."""
+    """Paths may be relative to the repository or to one of the packages."""
     roots = (REPOSITORY, REPOSITORY / "gateway" / "src" / "sandbox_gateway", REPOSITORY / "gateway" / "src")
     missing = [each for each in named_paths(page) if not any(list(root.glob(each)) for root in roots)]
     assert missing == []
 
 
-def test_a_wrong_path_is_detected(tmp_path: Path) -> None:
+def test_a_missing_path_is_detected(tmp_path: Path) -> None:
     page = tmp_path / "page.md"
     page.write_text("See `engine/nothing.py` and `tests/unit`.\n")
     assert named_paths(page) == ["engine/nothing.py", "tests/unit"]

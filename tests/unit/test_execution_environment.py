@@ -1,4 +1,4 @@
-"""meta/execution-environment.yml and the tree: everything it names exists, and nothing it omits is needed."""
+"""Check that everything that meta/execution-environment.yml names exists, and that it omits nothing that is needed."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ STEPS = {f"{when}_{stage}" for when in ("prepend", "append") for stage in ("base
 
 @pytest.fixture
 def definition() -> dict[str, Any]:
-    found: dict[str, Any] = yaml.safe_load((META / "execution-environment.yml").read_text())
-    return found
+    definition: dict[str, Any] = yaml.safe_load((META / "execution-environment.yml").read_text())
+    return definition
 
 
 def test_the_definition_has_version_3(definition: dict[str, Any]) -> None:
@@ -38,17 +38,17 @@ def test_the_definition_has_version_3(definition: dict[str, Any]) -> None:
     assert definition["additional_build_steps"].keys() <= STEPS
 
 
-def test_it_installs_exactly_what_the_tests_use(definition: dict[str, Any]) -> None:
-    needed = definition["dependencies"]
-    assert needed["python_interpreter"]["package_system"] in needed["python_interpreter"]["python_path"]
-    assert not {"ansible_core", "ansible_runner"} & needed.keys(), "ansible-builder installs these without hashes"
+def test_it_installs_exactly_the_packages_that_the_tests_use(definition: dict[str, Any]) -> None:
+    dependencies = definition["dependencies"]
+    assert dependencies["python_interpreter"]["package_system"] in dependencies["python_interpreter"]["python_path"]
+    assert not {"ansible_core", "ansible_runner"} & dependencies.keys(), "ansible-builder installs these without hashes"
     pins = {pin.name: pin for pin in sbom.read_pins(META / LIST)}
     assert {"ansible-core", "ansible-runner"} <= pins.keys()
-    tested = {pin.name: pin for pin in sbom.read_pins(REPOSITORY / "requirements" / "dev.txt")}
-    assert {name: tested[name].version for name in pins} == {name: pin.version for name, pin in pins.items()}
-    copied, installed = definition["additional_build_steps"]["append_base"]
-    assert f"_build/python/{LIST} /tmp/" in copied
-    assert {"--require-hashes", "--only-binary=:all:", f"/tmp/{LIST}"} <= set(installed.split())
+    dev_pins = {pin.name: pin for pin in sbom.read_pins(REPOSITORY / "requirements" / "dev.txt")}
+    assert {name: dev_pins[name].version for name in pins} == {name: pin.version for name, pin in pins.items()}
+    copy_step, install_step = definition["additional_build_steps"]["append_base"]
+    assert f"_build/python/{LIST} /tmp/" in copy_step
+    assert {"--require-hashes", "--only-binary=:all:", f"/tmp/{LIST}"} <= set(install_step.split())
 
 
 def test_copied_files_exist(definition: dict[str, Any]) -> None:
@@ -58,22 +58,24 @@ def test_copied_files_exist(definition: dict[str, Any]) -> None:
 
 
 def test_the_installed_collection_is_this_one(definition: dict[str, Any]) -> None:
-    """The artifact has the same name and path at build, copy and installation."""
+    """The artifact must have the same name and path when it is built, copied and installed."""
     galaxy = yaml.safe_load((REPOSITORY / "galaxy.yml").read_text())
     artifact = f"{galaxy['namespace']}-{galaxy['name']}-{galaxy['version']}.tar.gz"
-    copied, _ = definition["additional_build_files"]
-    assert (META / copied["src"]).resolve() == REPOSITORY / artifact
-    (installed,) = definition["dependencies"]["galaxy"]["collections"]
-    assert installed == {"name": f"{copied['dest']}/{artifact}", "type": "file"}
+    copied_file, _ = definition["additional_build_files"]
+    assert (META / copied_file["src"]).resolve() == REPOSITORY / artifact
+    (installed_collection,) = definition["dependencies"]["galaxy"]["collections"]
+    assert installed_collection == {"name": f"{copied_file['dest']}/{artifact}", "type": "file"}
     page = (REPOSITORY / "docs" / "awx.md").read_text()
     assert set(re.findall(r"registry\.example/sandboxes:([\w.]+)", page)) == {galaxy["version"]}
 
 
-def test_the_file_is_also_valid_collection_metadata(definition: dict[str, Any]) -> None:
-    """In that case, ansible-builder takes ``python`` and ``system`` for files below the collection's root."""
+def test_the_file_is_valid_collection_metadata_too(definition: dict[str, Any]) -> None:
+    """When it reads a collection, ansible-builder requires ``python`` and ``system`` to be files below its root."""
     for kind in ("python", "system"):
-        named = definition["dependencies"].get(kind)
-        assert named is None or (isinstance(named, str) and (REPOSITORY / named).is_file())
+        dependency_file = definition["dependencies"].get(kind)
+        assert dependency_file is None or (
+            isinstance(dependency_file, str) and (REPOSITORY / dependency_file).is_file()
+        )
     assert "python" not in definition["dependencies"], "see the next test"
 
 
@@ -83,8 +85,8 @@ def test_the_file_is_also_valid_collection_metadata(definition: dict[str, Any]) 
     ids=lambda path: str(path.relative_to(REPOSITORY / "plugins")),
 )
 def test_the_collection_needs_no_python_packages(path: Path) -> None:
-    ours = {*sys.stdlib_module_names, "ansible", "ansible_collections"}
-    assert not {name.partition(".")[0] for name in imported_packages(path)} - ours
+    allowed = {*sys.stdlib_module_names, "ansible", "ansible_collections"}
+    assert not {name.partition(".")[0] for name in imported_packages(path)} - allowed
 
 
 def imported_packages(path: Path) -> Iterator[str]:

@@ -1,4 +1,4 @@
-"""The import contract detects forbidden imports of a package."""
+"""Tests for the import contract, which detects forbidden imports of a package."""
 
 from __future__ import annotations
 
@@ -24,15 +24,15 @@ def graph() -> ImportGraph:
     return graph
 
 
-def test_itself_and_the_standard_library_are_allowed(graph: ImportGraph) -> None:
+def test_the_package_itself_and_the_standard_library_may_be_imported(graph: ImportGraph) -> None:
     assert contract().check(graph, verbose=False).kept
 
 
-def test_other_imports_are_found(graph: ImportGraph) -> None:
+def test_other_imports_are_detected(graph: ImportGraph) -> None:
     graph.add_import(importer="small.two", imported="large.part")
-    found = contract().check(graph, verbose=False)
-    assert not found.kept
-    assert found.metadata["wrong"] == [("small.two", "large.part")]
+    result = contract().check(graph, verbose=False)
+    assert not result.kept
+    assert result.metadata["violations"] == [("small.two", "large.part")]
     assert contract(also=["large"]).check(graph, verbose=False).kept
     assert not contract(also=["larg"]).check(graph, verbose=False).kept
 

@@ -1,4 +1,4 @@
-"""The subjects of ``./dev mutation`` exist: it is run seldom, and files are renamed meanwhile."""
+"""Check that the files of ``./dev mutation`` exist, because it runs rarely and files may have been renamed."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from tests.mutation import COLLECTION, REPOSITORY, SUBJECTS
 
 
 @pytest.mark.parametrize("name", SUBJECTS)
-def test_files_of_a_subject_exist(name: str) -> None:
+def test_the_files_of_a_subject_exist(name: str) -> None:
     subject = SUBJECTS[name]
     sources = [
         source.replace(COLLECTION, ".") if COLLECTION in source else f"gateway/{source}" for source in subject.sources

@@ -1,4 +1,4 @@
-"""The gateway role's pack.py: the same source gives the same bytes, another source another digest."""
+"""Tests for the gateway role's pack.py: the same source gives the same bytes, any other source another digest."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ import pytest
 
 from tests.support import session
 
-ALONE = (
+TOP_LEVEL_FILES = (
     "README.md",
     "pyproject.toml",
     "requirements-build.txt",
@@ -40,7 +40,7 @@ def source(tmp_path: Path) -> Path:
     root = tmp_path / "gateway"
     package = root / "src" / "thing"
     package.mkdir(parents=True)
-    for name in ALONE:
+    for name in TOP_LEVEL_FILES:
         (root / name).write_text(name)
     (package / "__init__.py").write_text("")
     (package / "thing.service").write_text("[Unit]")
@@ -67,7 +67,7 @@ def test_the_digest_of_the_file_is_printed(source: Path, tmp_path: Path) -> None
     assert pack(source, out) == hashlib.sha256(out.read_bytes()).hexdigest() != pack(source)
 
 
-def test_any_change_gives_another_digest(source: Path) -> None:
+def test_any_change_changes_the_digest(source: Path) -> None:
     digests = [pack(source)]
     (source / "src" / "thing" / "thing.service").write_text("[Service]")
     digests.append(pack(source))

@@ -1,4 +1,4 @@
-"""The lists of pinned packages: complete, hashed, consistent; and the SBOM that is generated from them."""
+"""Check that the lists of pinned packages are complete, hashed and consistent, and match the SBOM."""
 
 from __future__ import annotations
 
@@ -31,8 +31,8 @@ LISTS = sorted(
 
 @pytest.fixture(scope="module")
 def bill() -> dict[str, Any]:
-    found: dict[str, Any] = json.loads((GATEWAY / "sbom.cdx.json").read_text())
-    return found
+    bill: dict[str, Any] = json.loads((GATEWAY / "sbom.cdx.json").read_text())
+    return bill
 
 
 @pytest.mark.parametrize("path", LISTS, ids=lambda path: str(path.relative_to(REPOSITORY)))
@@ -45,12 +45,12 @@ def test_each_package_has_one_version_and_hashes(path: Path) -> None:
         assert all(re.fullmatch("[0-9a-f]{64}", digest) for digest in pin.hashes), pin
 
 
-def test_the_lists_agree_with_each_other() -> None:
-    pinned: dict[str, set[tuple[str, tuple[str, ...]]]] = {}
+def test_all_lists_pin_the_same_versions() -> None:
+    versions_by_name: dict[str, set[tuple[str, tuple[str, ...]]]] = {}
     for path in LISTS:
         for pin in sbom.read_pins(path):
-            pinned.setdefault(pin.name, set()).add((pin.version, pin.hashes))
-    assert {name: versions for name, versions in pinned.items() if len(versions) > 1} == {}
+            versions_by_name.setdefault(pin.name, set()).add((pin.version, pin.hashes))
+    assert {name: versions for name, versions in versions_by_name.items() if len(versions) > 1} == {}
 
 
 def test_the_requirements_satisfy_the_gateway_package() -> None:
@@ -63,12 +63,14 @@ def test_the_requirements_satisfy_the_gateway_package() -> None:
 
 @pytest.mark.parametrize("host", sbom.HOSTS, ids=lambda host: host["sys_platform"])
 def test_every_host_gets_all_dependencies(bill: dict[str, Any], host: dict[str, str]) -> None:
-    """A host gets the dependencies of its packages."""
-    there = {pin.reference for pin in sbom.host_pins([sbom.RUNTIME, *sbom.BUILD]) if sbom.is_for(pin.marker, host)}
-    numpy = any(reference.startswith("pkg:pypi/numpy@") for reference in there)
+    """The packages of each kind of host include all their dependencies."""
+    installed_refs = {
+        pin.reference for pin in sbom.host_pins([sbom.RUNTIME, *sbom.BUILD]) if sbom.is_for(pin.marker, host)
+    }
+    numpy = any(reference.startswith("pkg:pypi/numpy@") for reference in installed_refs)
     assert numpy == (host["sys_platform"] == "linux")
-    needs = {entry["ref"]: set(entry["dependsOn"]) for entry in bill["dependencies"]}
-    assert not set().union(*(needs[reference] for reference in there)) - there
+    dependencies = {entry["ref"]: set(entry["dependsOn"]) for entry in bill["dependencies"]}
+    assert not set().union(*(dependencies[reference] for reference in installed_refs)) - installed_refs
 
 
 def test_the_sbom_lists_exactly_the_pins(bill: dict[str, Any]) -> None:
@@ -77,12 +79,12 @@ def test_the_sbom_lists_exactly_the_pins(bill: dict[str, Any]) -> None:
         for names, scope in (([sbom.RUNTIME], "required"), (sbom.BUILD, "optional"))
         for pin in sbom.host_pins(names)
     }
-    assert {_described(component) for component in bill["components"]} == expected
+    assert {_describe_component(component) for component in bill["components"]} == expected
     assert len(bill["components"]) == len(expected)
     assert bill["metadata"]["component"]["version"] == sandbox_gateway.__version__
 
 
-def _described(component: dict[str, Any]) -> tuple[object, ...]:
+def _describe_component(component: dict[str, Any]) -> tuple[object, ...]:
     markers = [entry["value"] for entry in component.get("properties", [])]
     hashes = tuple(entry["content"] for entry in component["hashes"])
     return component["name"], component["version"], hashes, *(markers or [""]), component["scope"]
@@ -91,16 +93,16 @@ def _described(component: dict[str, Any]) -> tuple[object, ...]:
 def test_the_sbom_has_the_licences_and_dependencies_of_installed_packages(bill: dict[str, Any]) -> None:
     packages = sbom.installed(sys.path)
     pins = {pin.name: pin for pin in sbom.host_pins([sbom.RUNTIME, *sbom.BUILD])}
-    needs = {entry["ref"]: entry["dependsOn"] for entry in bill["dependencies"]}
-    compared = 0
+    dependencies = {entry["ref"]: entry["dependsOn"] for entry in bill["dependencies"]}
+    compared_count = 0
     for component in bill["components"]:
         assert component["licenses"], component["name"]
         package = packages.get(component["name"])
         if package is not None and package.version == component["version"]:
-            compared += 1
+            compared_count += 1
             assert component["licenses"] == sbom.licences(package)
-            assert needs[component["bom-ref"]] == sbom.needed(package.requires or [], pins)
-    assert compared >= len(sbom.host_pins([sbom.RUNTIME])), "the tests run with the packages of a host"
+            assert dependencies[component["bom-ref"]] == sbom.needed(package.requires or [], pins)
+    assert compared_count >= len(sbom.host_pins([sbom.RUNTIME])), "the test environment has other packages than a host"
 
 
 def test_the_sbom_is_valid_cyclonedx(bill: dict[str, Any]) -> None:

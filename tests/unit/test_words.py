@@ -1,4 +1,4 @@
-"""The wording of prose: each rule finds only its bad examples, and every kind of text is read."""
+"""Tests for the linter of wording: each rule finds only its bad examples, and every kind of text is read."""
 
 from __future__ import annotations
 
@@ -9,17 +9,17 @@ import pytest
 from tests.lint import words
 
 
-@pytest.mark.parametrize("rule", words.rules(), ids=lambda rule: rule.name)
+@pytest.mark.parametrize("rule", words.load_rules(), ids=lambda rule: rule.name)
 def test_a_rule_finds_only_its_bad_examples(rule: words.Rule) -> None:
     assert rule.bad and rule.good and rule.remedy
     for text in rule.bad:
-        assert any(rule.pattern.search(each) for each in words.sentences(text)), text
+        assert any(rule.pattern.search(each) for each in words.split_sentences(text)), text
     for text in rule.good:
-        assert not any(rule.pattern.search(each) for each in words.sentences(text)), text
+        assert not any(rule.pattern.search(each) for each in words.split_sentences(text)), text
 
 
 def test_rule_names_are_unique() -> None:
-    names = [rule.name for rule in words.rules()]
+    names = [rule.name for rule in words.load_rules()]
     assert len(names) == len(set(names))
 
 
@@ -31,7 +31,7 @@ def test_markdown_is_split_into_paragraphs_items_and_cells() -> None:
     source = (
         "# Head\n\nOne\nparagraph with `code`.\n\n* an item\n  of two lines\n* [linked](to.md)\n\n| a | b |\n|--|--|\n"
     )
-    assert texts(words.markdown, source) == [
+    assert texts(words.extract_markdown, source) == [
         (1, "Head"),
         (3, "One paragraph with CODE."),
         (6, "an item of two lines"),
@@ -42,7 +42,10 @@ def test_markdown_is_split_into_paragraphs_items_and_cells() -> None:
 
 
 def test_fenced_code_is_not_prose() -> None:
-    assert texts(words.markdown, "Before.\n```sh\nwhat shall it be\n```\nAfter.\n") == [(1, "Before."), (5, "After.")]
+    assert texts(words.extract_markdown, "Before.\n```sh\nwhat shall it be\n```\nAfter.\n") == [
+        (1, "Before."),
+        (5, "After."),
+    ]
 
 
 def test_all_user_visible_python_text_is_read() -> None:
@@ -57,7 +60,7 @@ def f(x):
     y = "not prose at all"
     z = ["what shall"]
 '''
-    assert sorted(text for _, text in texts(words.python, source)) == [
+    assert sorted(text for _, text in texts(words.extract_python, source)) == [
         "Function docstring.",
         "Module docstring.",
         "an error about CODE: do this",
@@ -72,26 +75,26 @@ def test_documentation_of_modules_is_read() -> None:
     source = (
         'DOCUMENTATION = r"""\nshort_description: Short text\noptions:\n  a:\n    description: Text of C(a).\n"""\n'
     )
-    assert [text for _, text in texts(words.python, source)] == ["Short text", "Text of CODE."]
+    assert [text for _, text in texts(words.extract_python, source)] == ["Short text", "Text of CODE."]
 
 
 def test_messages_of_roles_are_read() -> None:
     source = "- name: Check\n  assert:\n    that: x\n    fail_msg: '{{ x }} is wrong'\n  vars:\n    y: !unsafe z\n"
-    assert [text for _, text in texts(words.yaml_file, source)] == ["CODE is wrong"]
+    assert [text for _, text in texts(words.extract_yaml, source)] == ["CODE is wrong"]
 
 
 def test_proselint_findings_name_their_text() -> None:
     pieces = [words.Prose(3, "Nothing is wrong here."), words.Prose(8, "This is very unique.")]
-    found = list(words.proselint_findings("page.md", pieces))
-    assert (8, "uncomparables") in [(each.line, each.rule.split(".")[0]) for each in found]
-    assert {each.line for each in found} == {8}
+    findings = list(words.proselint_findings("page.md", pieces))
+    assert (8, "uncomparables") in [(each.line, each.rule.split(".")[0]) for each in findings]
+    assert {each.line for each in findings} == {8}
 
 
-@pytest.mark.parametrize("path", sorted(words.files(words.GUIDES)), ids=lambda path: path.name)
+@pytest.mark.parametrize("path", sorted(words.find_files(words.GUIDES)), ids=lambda path: path.name)
 def test_guides_have_no_findings(path: words.Path) -> None:
     assert [str(each) for each in words.check(path)] == []
 
 
-def test_the_longest_directory_decides() -> None:
+def test_the_longest_matching_directory_is_used() -> None:
     assert words.directory_of("a/b/c.py", ["a", "a/b", "x"]) == "a/b"
     assert words.directory_of("ab/c.py", ["a"]) == ""

@@ -16,8 +16,8 @@ from ansible.plugins.callback import CallbackBase
 DOCUMENTATION = r"""
 name: clock
 type: aggregate
-short_description: Record when tasks begin
-description: Writes the start times as JSON.
+short_description: Record when tasks start
+description: Writes the start times of tasks as JSON.
 """
 
 
@@ -27,9 +27,9 @@ class CallbackModule(CallbackBase):
     CALLBACK_NAME = "clock"
     CALLBACK_NEEDS_ENABLED = True
 
-    def _write(self, **what: Any) -> None:
+    def _write(self, **data: Any) -> None:
         with Path(os.environ["CLOCK_FILE"]).open("a") as file:
-            file.write(json.dumps({"at": time.perf_counter(), **what}) + "\n")
+            file.write(json.dumps({"at": time.perf_counter(), **data}) + "\n")
 
     def v2_playbook_on_task_start(self, task: Any, is_conditional: bool) -> None:
         self._write(task=task.name)

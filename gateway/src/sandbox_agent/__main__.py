@@ -1,14 +1,14 @@
 import sys
 from os.path import abspath, dirname
 
-# Writing a file blocks while the root file system is frozen, so the installer writes the byte code.
+# The installer compiles the byte code, because writing a file blocks while the root file system is frozen.
 sys.dont_write_bytecode = True
 
 if not __package__:
-    # Run as a folder: import through its parent, so that no file in the folder shadows the standard library.
-    here = dirname(abspath(__file__))
-    sys.path[:] = [entry for entry in sys.path if entry and abspath(entry) != here]
-    sys.path.append(dirname(here))
+    # Run as a folder: import the package from the parent, so that files in the folder do not shadow standard modules.
+    folder = dirname(abspath(__file__))
+    sys.path[:] = [entry for entry in sys.path if entry and abspath(entry) != folder]
+    sys.path.append(dirname(folder))
 
 from sandbox_agent.agent import main  # noqa: E402
 

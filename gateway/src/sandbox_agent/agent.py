@@ -1,4 +1,4 @@
-"""The agent's entry point: command-line options, routes, listeners."""
+"""The entry point of the agent, with its command-line options, routes and listeners."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from sandbox_agent.files import contents, filesystem
 from sandbox_agent.http.message import get_number
 from sandbox_agent.http.server import Route, Server
 from sandbox_agent.machine import system
-from sandbox_agent.machine.freezer import MAX_SECONDS, Freezer
+from sandbox_agent.machine.freezer import MAX_FREEZE_SECONDS, Freezer
 from sandbox_agent.machine.identity import Identity
-from sandbox_agent.machine.line import PATH, Line
-from sandbox_agent.processes.execute import Execute
-from sandbox_agent.processes.process import Table
+from sandbox_agent.machine.line import PATH, SerialLine
+from sandbox_agent.processes.execute import ExecHandler
+from sandbox_agent.processes.process import ProcessTable
 from sandbox_agent.processes.service import ProcessService
 
 TYPE_CHECKING = False
@@ -30,7 +30,7 @@ CODE_PORT = 49999
 
 
 class Maintenance:
-    """Handlers of requests during a capture. ``managed``: whether the agent may freeze the root file system."""
+    """Handlers for the requests of a capture. ``managed``: whether the agent may freeze the root file system."""
 
     def __init__(self, freezer: Freezer, *, managed: bool) -> None:
         self._freezer = freezer
@@ -52,8 +52,8 @@ class Maintenance:
         reply.json({})
 
     def freeze(self, request: Request, reply: Reply) -> None:
-        """``{seconds}`` → ``{frozen, skipped}``; ``skipped``: why the file system was synced but not frozen."""
-        seconds = get_number(request.json(), "seconds", default=10, most=MAX_SECONDS)
+        """``{seconds}`` → ``{frozen, skipped}``. ``skipped``: why the file system was only synced."""
+        seconds = get_number(request.json(), "seconds", default=10, maximum=MAX_FREEZE_SECONDS)
         try:
             if not self._managed:
                 raise OSError(0, "the agent does not manage this machine")
@@ -74,20 +74,20 @@ class Maintenance:
         reply.json({"skipped": []})
 
 
-def mounts_handler(identity: Identity, *, managed: bool) -> Handler:
-    """Return the handler of ``/mounts``. It is imported on the first request, because most sandboxes never use it."""
+def make_mounts_handler(identity: Identity, *, managed: bool) -> Handler:
+    """Return the handler of ``/mounts``, which imports its module on demand, because most sandboxes never use it."""
 
     def handle(request: Request, reply: Reply) -> None:
         from sandbox_agent.machine import mounts
 
-        identity.guard_for_gateway(request)
+        identity.require_gateway_or_token(request)
         mounts.handle(request, reply, managed=managed)
 
     return handle
 
 
 class LazyInterpreter:
-    """The code interpreter. It is imported on the first request, because most sandboxes never use it."""
+    """The code interpreter, which is imported on the first request, because most sandboxes never use it."""
 
     def __init__(self, identity: Identity) -> None:
         self._identity = identity
@@ -103,7 +103,7 @@ class LazyInterpreter:
         return {
             "/health": [Route(lambda request, reply: reply.json("OK"), method="GET", guarded=False)],
             "/execute": [self._route("execute")],
-            "/contexts": [self._route("list", "GET"), self._route("make")],
+            "/contexts": [self._route("list", "GET"), self._route("create")],
             "/contexts/{}": [self._route("remove", "DELETE")],
             "/contexts/{}/restart": [self._route("restart")],
             "/contexts/{}/start": [self._route("start")],
@@ -124,10 +124,10 @@ class LazyInterpreter:
             self._interpreter = self._interpreter or Interpreter(self._identity.environment)
 
 
-def build(address: str, port: int, code_port: int, *, managed: bool, line: str) -> tuple[Server, Server | None]:
-    """Create the agent's server and the code interpreter's; the latter is None if its port is taken.
+def build_servers(address: str, port: int, code_port: int, *, managed: bool, line: str) -> tuple[Server, Server | None]:
+    """Create the servers of the agent and of the code interpreter. The latter is None if its port is in use.
 
-    Both are already listening, and the identity files are mounted. ``line``: path of the serial port to the host.
+    Both servers already listen, and the identity files are mounted. ``line``: path of the serial port to the host.
     """
     identity = Identity(managed=managed)
     interpreter = LazyInterpreter(identity)
@@ -136,21 +136,21 @@ def build(address: str, port: int, code_port: int, *, managed: bool, line: str) 
         print(f"sandbox-agent: could not mount identity files: {'; '.join(skipped)}", file=sys.stderr)
     routes = {
         "/identity": [Route(identity.handle, guarded=False)],
-        "/mounts": [Route(mounts_handler(identity, managed=managed), guarded=False)],
-        "/exec": [Route(Execute(identity.environment).handle)],
+        "/mounts": [Route(make_mounts_handler(identity, managed=managed), guarded=False)],
+        "/exec": [Route(ExecHandler(identity.environment).handle)],
         **Maintenance(Freezer(), managed=managed).routes(),
-        **ProcessService(Table(), identity.environment).routes(),
+        **ProcessService(ProcessTable(), identity.environment).routes(),
         **filesystem.routes(),
         **contents.routes(),
         **interpreter.routes(),
     }
     if managed and system.LINUX:
-        threading.Thread(target=identity.serve_line, args=(Line(line),), daemon=True).start()
+        threading.Thread(target=identity.serve_line, args=(SerialLine(line),), daemon=True).start()
     server = Server(address, port, routes, identity.guard)
     try:
-        return server, Server(address, code_port, interpreter.code_routes(), identity.guard_code)
+        return server, Server(address, code_port, interpreter.code_routes(), identity.guard_code_port)
     except OSError as error:
-        # A program in the sandbox that occupies this port must not prevent the agent from starting.
+        # A program in the sandbox that uses this port must not prevent the agent from starting.
         print(
             f"sandbox-agent: cannot listen on {address}:{code_port}, running without the code interpreter: {error}",
             file=sys.stderr,
@@ -165,17 +165,18 @@ def main() -> int:
         "--code-port",
         type=int,
         metavar="PORT",
-        help=f"TCP port of the code interpreter (default {CODE_PORT}; with --port 0 a free port)",
+        help=f"TCP port of the code interpreter (default {CODE_PORT}, or a free port with --port 0)",
     )
     parser.add_argument("--bind", default="0.0.0.0", metavar="ADDR", help="address to listen on (default: all)")
     parser.add_argument(
         "--unmanaged",
         action="store_true",
-        help="do not change this machine's name, clock, /etc or root file system; for trials",
+        help="do not change the name, clock, /etc or root file system of this machine; for tests",
     )
     parser.add_argument("--line", default=PATH, help="serial port to the host (default %(default)s)")
     options = parser.parse_args()
-    # Child processes inherit ignored signals: ^C must end a command even if the agent was started with SIGINT ignored.
+    # Child processes inherit ignored signals. Ctrl+C must end commands even if the agent was started with SIGINT
+    # ignored.
     for interrupt in (signal.SIGINT, signal.SIGQUIT):
         if signal.getsignal(interrupt) is signal.SIG_IGN:
             signal.signal(interrupt, signal.SIG_DFL)
@@ -183,14 +184,20 @@ def main() -> int:
     if code_port is None:
         code_port = CODE_PORT if options.port else 0
     try:
-        server, code = build(options.bind, options.port, code_port, managed=not options.unmanaged, line=options.line)
+        server, code_server = build_servers(
+            options.bind, options.port, code_port, managed=not options.unmanaged, line=options.line
+        )
     except OSError as error:
         print(f"sandbox-agent: cannot listen on {options.bind}:{options.port}: {error}", file=sys.stderr)
         return 1
     print(f"sandbox-agent: listening on {options.bind}:{server.port}", file=sys.stderr, flush=True)
-    if code is not None:
-        threading.Thread(target=code.serve, daemon=True).start()
-        print(f"sandbox-agent: code interpreter listening on {options.bind}:{code.port}", file=sys.stderr, flush=True)
+    if code_server is not None:
+        threading.Thread(target=code_server.serve, daemon=True).start()
+        print(
+            f"sandbox-agent: code interpreter listening on {options.bind}:{code_server.port}",
+            file=sys.stderr,
+            flush=True,
+        )
     try:
         server.serve()
     except KeyboardInterrupt:

@@ -1,4 +1,4 @@
-"""Errors that the agent returns: a Connect code, an HTTP status and a message."""
+"""Errors that the agent returns. Each has a Connect code, an HTTP status and a message."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ _ERRNO = {
 
 
 class Failure(Exception):
-    """An error to return to the client: ``code`` is a Connect code, ``status`` the HTTP status of a unary response."""
+    """An error for the client. ``code``: a Connect code; ``status``: the HTTP status of a unary response."""
 
     def __init__(self, code: str, message: str, status: int = 0) -> None:
         # The message becomes JSON, but may contain a file name that is not UTF-8.
@@ -63,7 +63,7 @@ def invalid(message: str) -> Failure:
 
 
 def from_os_error(error: OSError, path: str = "") -> Failure:
-    """Return the Failure for an OSError; ``path`` replaces the error's own file name."""
+    """Return the Failure for an OSError. ``path`` replaces the file name of the error."""
     code, status = _ERRNO.get(error.errno or 0, ("internal", 500))
     name = path or error.filename or ""
     reason = error.strerror or str(error)

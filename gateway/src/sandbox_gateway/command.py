@@ -12,25 +12,25 @@ from subprocess import CompletedProcess
 
 from sandbox_gateway.errors import BackendFailed
 
-_TAIL = 2000
-_DYING_SECONDS = 2.0
-_KEPT = ("PATH", "TMPDIR")
-_PROXIES = ("http_proxy", "https_proxy", "ftp_proxy", "all_proxy", "no_proxy")
+_MAX_OUTPUT_LENGTH = 2000
+_KILL_WAIT_SECONDS = 2.0
+_INHERITED_VARIABLES = ("PATH", "TMPDIR")
+_PROXY_VARIABLES = ("http_proxy", "https_proxy", "ftp_proxy", "all_proxy", "no_proxy")
 
 
-def child_environment(**more: str) -> dict[str, str]:
-    """Return the complete environment of a child process, including ``more``.
+def child_environment(**variables: str) -> dict[str, str]:
+    """Return the complete environment of a child process: a few inherited variables, and ``variables``.
 
-    It does not inherit the gateway's environment, which may contain keys and proxy passwords: a guest may take over a
-    process that serves it.
+    The rest of the gateway's environment is not passed on. It may contain keys and proxy passwords, and a guest may
+    take over a process that serves it.
     """
-    kept = {name: os.environ[name] for name in _KEPT if name in os.environ}
-    return {**kept, "LC_ALL": "C", **more}
+    inherited = {name: os.environ[name] for name in _INHERITED_VARIABLES if name in os.environ}
+    return {**inherited, "LC_ALL": "C", **variables}
 
 
 def proxy_settings() -> dict[str, str]:
     """Return the proxy variables of the gateway's environment, for a child that downloads packages."""
-    names = [*_PROXIES, *map(str.upper, _PROXIES)]
+    names = [*_PROXY_VARIABLES, *map(str.upper, _PROXY_VARIABLES)]
     return {name: os.environ[name] for name in names if name in os.environ}
 
 
@@ -43,12 +43,12 @@ def run(
     env: Mapping[str, str] | None = None,
     pass_fds: Sequence[int] = (),
 ) -> CompletedProcess[str]:
-    """Run ``argv`` (no shell) for at most ``timeout`` seconds; ``env`` is added to ``child_environment``.
+    """Run ``argv`` without a shell, for at most ``timeout`` seconds. ``env`` is added to ``child_environment``.
 
-    Raises BackendFailed if the program is not installed, times out, or (with ``check``) exits non-zero.
+    Raises BackendFailed if the program is not installed, times out, or (with ``check``) has a nonzero exit code.
     """
     try:
-        done = subprocess.run(
+        result = subprocess.run(
             argv,
             input=input,
             stdin=subprocess.DEVNULL if input is None else None,
@@ -64,7 +64,7 @@ def run(
         raise BackendFailed(_missing_message(argv[0])) from None
     except subprocess.TimeoutExpired:
         raise BackendFailed(_timeout_message(argv, timeout)) from None
-    return _check_status(argv, done, check)
+    return _check_status(argv, result, check)
 
 
 async def run_async(
@@ -76,7 +76,7 @@ async def run_async(
     env: Mapping[str, str] | None = None,
     pass_fds: Sequence[int] = (),
 ) -> CompletedProcess[str]:
-    """Run a command like ``run``, from a coroutine. If the caller is cancelled, no process remains."""
+    """Run a command from a coroutine, like ``run``. If the caller is cancelled, the command is killed."""
     try:
         process = await asyncio.create_subprocess_exec(
             *argv,
@@ -90,26 +90,30 @@ async def run_async(
     except FileNotFoundError:
         raise BackendFailed(_missing_message(argv[0])) from None
     try:
-        out, err = await asyncio.wait_for(process.communicate(None if input is None else input.encode()), timeout)
+        async with asyncio.timeout(timeout):
+            stdout, stderr = await process.communicate(None if input is None else input.encode())
     except (TimeoutError, asyncio.CancelledError) as error:
         with contextlib.suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)
         # Do not wait for a process that hangs in the kernel, because the caller may hold a lock.
         with contextlib.suppress(TimeoutError):
-            await asyncio.wait_for(process.wait(), _DYING_SECONDS)
+            async with asyncio.timeout(_KILL_WAIT_SECONDS):
+                await process.wait()
         if isinstance(error, TimeoutError):
             raise BackendFailed(_timeout_message(argv, timeout)) from None
         raise
     assert process.returncode is not None
-    done = CompletedProcess(list(argv), process.returncode, out.decode(errors="replace"), err.decode(errors="replace"))
-    return _check_status(argv, done, check)
+    result = CompletedProcess(
+        list(argv), process.returncode, stdout.decode(errors="replace"), stderr.decode(errors="replace")
+    )
+    return _check_status(argv, result, check)
 
 
-def _check_status(argv: Sequence[str], done: CompletedProcess[str], check: bool) -> CompletedProcess[str]:
-    if check and done.returncode != 0:
-        said = (done.stderr.strip() or done.stdout.strip() or "nothing")[-_TAIL:]
-        raise BackendFailed(f"{argv[0]} {argv[1] if len(argv) > 1 else ''} failed ({done.returncode}): {said}")
-    return done
+def _check_status(argv: Sequence[str], result: CompletedProcess[str], check: bool) -> CompletedProcess[str]:
+    if check and result.returncode != 0:
+        output = (result.stderr.strip() or result.stdout.strip() or "no output")[-_MAX_OUTPUT_LENGTH:]
+        raise BackendFailed(f"{argv[0]} {argv[1] if len(argv) > 1 else ''} failed ({result.returncode}): {output}")
+    return result
 
 
 def _missing_message(program: str) -> str:

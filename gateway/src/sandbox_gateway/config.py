@@ -29,7 +29,7 @@ class Server(_Section):
     socket_group: str = Field("", description="Group that may open the socket (mode 0660). Empty: only root (0600).")
     listen: str = Field("", description="Additional TCP address `host:port` to listen on. Empty: none.")
     tls_cert: Path | None = Field(None, description="PEM certificate chain for the TCP address.")
-    tls_key: Path | None = Field(None, description="PEM key of that certificate.")
+    tls_key: Path | None = Field(None, description="PEM private key of that certificate.")
     allow_plaintext: bool = Field(
         False, description="Allow a TCP address other than loopback without TLS (behind a proxy that provides TLS)."
     )
@@ -48,8 +48,8 @@ class Server(_Section):
         512,
         ge=0,
         description="Maximum number of connections from one address, or from one /64 with IPv6. 0: only the "
-        "total limit "
-        "applies. Behind a reverse proxy all clients have the proxy's address: set 0 and limit clients in the proxy.",
+        "total limit applies. Behind a reverse proxy all clients have the proxy's address: set 0 and limit clients in "
+        "the proxy.",
     )
     request_seconds: float = Field(
         30,
@@ -62,7 +62,7 @@ class Server(_Section):
         300,
         gt=0,
         le=86_400,
-        description="How long an upload or an answer may stall because of the client, in seconds.",
+        description="How long a client may stall an upload or a response, in seconds.",
     )
     domain: str = Field("sandbox.local", description="Domain of the data plane: `{port}-{sandboxID}.{domain}`.")
 
@@ -73,11 +73,12 @@ class Server(_Section):
 
 
 class HostSection(_Section):
-    """`[host]`: the kind of host, and the place of its state."""
+    """`[host]`: the kind of host, and where it stores its state."""
 
     kind: Literal["kvm_xfs", "jail_zfs"] = Field("kvm_xfs", description="Kind of host.")
     state_root: Path = Field(
-        Path("/var/lib/sandbox-gateway"), description="Directory of all state; on `kvm_xfs` an XFS with `reflink=1`."
+        Path("/var/lib/sandbox-gateway"),
+        description="Directory of all state; on `kvm_xfs`, an XFS file system with `reflink=1`.",
     )
     cache_root: Path | None = Field(
         None, description="Directory of cached root file systems, by digest. Default: `state_root`/cache."
@@ -90,18 +91,19 @@ class KvmXfs(_Section):
     qemu: str = Field("qemu-system-x86_64", description="QEMU's executable.")
     machine: str = Field("pc-q35-7.2", description="Versioned machine type; snapshots record it.")
     accelerator: Literal["auto", "kvm", "tcg"] = Field(
-        "auto", description="`auto`: KVM if a guest boots on it (tried once, then cached), else TCG."
+        "auto", description="`auto`: KVM if a test guest boots on it (the result is cached), else TCG."
     )
-    probe_seconds: float = Field(20, gt=0, le=600, description="How long `auto` waits for that guest, in seconds.")
+    probe_seconds: float = Field(20, gt=0, le=600, description="How long `auto` waits for the test guest, in seconds.")
     boot_seconds: float = Field(
-        180, gt=0, le=3600, description="How long a booting sandbox may take to answer, in seconds."
+        180, gt=0, le=3600, description="How long a booting sandbox may take to respond, in seconds."
     )
     resume_seconds: float = Field(
-        20, gt=0, le=600, description="How long a sandbox forked with its memory may take to answer, in seconds."
+        20, gt=0, le=600, description="How long a sandbox forked with its memory may take to respond, in seconds."
     )
     memory_mode: Literal["auto", "written", "soft_dirty", "compare", "incremental", "full"] = Field(
         "auto",
-        description="How captures find written memory; if a mode does not work, the next one does. `auto`: the best.",
+        description="How captures find written memory. If a mode does not work, the next one in this list is used. "
+        "`auto`: the first one that works.",
     )
     page_tracker: Path | None = Field(
         None,
@@ -136,7 +138,7 @@ class JailZfs(_Section):
         "interface of the default route.",
     )
     boot_seconds: float = Field(
-        30, gt=0, le=3600, description="How long a starting sandbox may take to answer, in seconds."
+        30, gt=0, le=3600, description="How long a starting sandbox may take to respond, in seconds."
     )
     dying_seconds: float = Field(
         2, ge=0, le=60, description="How long to wait for a removed jail that is still `dying`, in seconds."
@@ -175,7 +177,7 @@ class Network(_Section):
 
 
 class Limits(_Section):
-    """`[limits]`: caps."""
+    """`[limits]`: limits on sandboxes, requests and builds."""
 
     sandboxes: int = Field(1000, ge=1, description="Maximum number of sandboxes on this host, including paused ones.")
     concurrency: int = Field(
@@ -189,7 +191,9 @@ class Limits(_Section):
         0, ge=0, description="Lifetime of a sandbox that is created without a timeout, in seconds. 0: no limit."
     )
     builds: int = Field(1, ge=1, le=16, description="Maximum number of templates that are built at the same time.")
-    memory_overhead_mb: int = Field(256, ge=32, description="Memory that QEMU may use above the sandbox's own, in MiB.")
+    memory_overhead_mb: int = Field(
+        256, ge=32, description="Memory that QEMU may use in addition to the sandbox's own, in MiB."
+    )
 
 
 class LogSection(_Section):
@@ -219,8 +223,8 @@ class Config(_Section):
     log: LogSection = Field(default_factory=LogSection)
     restart: Literal["start", "stay"] = Field(
         "start",
-        description="Action for a sandbox that ran when its host went down: `start` boots it from its disk, `stay` "
-        "leaves it paused.",
+        description="Action for a sandbox that was running when its host went down: `start` boots it from its disk, "
+        "`stay` leaves it paused.",
     )
 
     @property
@@ -237,18 +241,20 @@ def load(path: Path) -> Config:
             f"the configuration {path} does not exist: pass its path with --config, or run the gateway role"
         ) from None
     except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
-        raise Invalid(f"the configuration {path} cannot be read: {error}") from None
+        raise Invalid(
+            f"the configuration {path} cannot be read: {error}. Correct the file or its permissions"
+        ) from None
     try:
         return Config.model_validate(data)
     except ValidationError as error:
-        raise Invalid(f"the configuration {path} is invalid: {explain(error)}") from None
+        raise Invalid(f"the configuration {path} is invalid: {explain(error)}. Correct these keys") from None
 
 
 def explain(error: ValidationError) -> str:
     """Return one sentence that names each invalid key and the reason."""
     parts = []
     for item in error.errors(include_url=False, include_input=False):
-        where = ".".join(str(step) for step in item["loc"]) or "value"
-        what = item["msg"].removeprefix("Value error, ")
-        parts.append(f"{where}: {'unknown key' if item['type'] == 'extra_forbidden' else what}")
+        location = ".".join(str(step) for step in item["loc"]) or "value"
+        reason = item["msg"].removeprefix("Value error, ")
+        parts.append(f"{location}: {'unknown key' if item['type'] == 'extra_forbidden' else reason}")
     return "; ".join(parts)

@@ -6,8 +6,7 @@ import json
 import re
 
 # Matches whole escape sequences (colours, window titles), then single characters: control characters except tab and
-# newline,
-# marks that reorder or hide text, line separators, and lone surrogates.
+# newline, marks that reorder or hide text, line separators, and lone surrogates.
 _CONTROL_CHARACTERS = re.compile(
     r"\x1b\[[0-?]*+[ -/]*+[@-~]?|\x1b[\]PX^_][^\x07\x1b\x9c]*+(?:\x07|\x1b\\|\x9c)?"
     r"|[\x00-\x08\x0b-\x1f\x7f-\x9f\u00ad\u061c\u200b-\u200f\u2028-\u202e\u2060-\u206f\ufeff\ufff9-\ufffb"

@@ -1,7 +1,8 @@
 """Errors that callers see.
 
 Every error has a stable machine-readable ``kind``, an HTTP status, a message that says what is wrong and how to fix
-it, the ids of the objects in the way (``blockers``), and for some kinds ``details``: what the message says, as data.
+it, and the ids of the objects that block the request (``blockers``). For some kinds, ``details`` contains the facts of
+the message as structured data.
 """
 
 from __future__ import annotations
@@ -30,12 +31,14 @@ class NotFound(GatewayError):
     kind = "not_found"
     status = 404
 
-    def __init__(self, what: str, ref: str, *, resource: str = "", parent: str = "") -> None:
+    def __init__(self, what: str, ref: str, *, message: str = "", resource: str = "", parent: str = "") -> None:
         """Create an error. ``what`` is the noun ("sandbox", "template", …), ``ref`` the requested id or name.
 
-        Details: ``resource``, by default the noun, and ``parent``, the name of the object in which it was searched.
+        ``message`` replaces the default message. Details: ``resource``, by default the noun, and ``parent``, the name
+        of the object that was searched.
         """
-        super().__init__(f"{what} {ref!r} not found", details={"resource": resource or what, "parent": parent})
+        details = {"resource": resource or what, "parent": parent}
+        super().__init__(message or f"{what} {ref!r} not found", details=details)
 
 
 class Gone(GatewayError):
@@ -50,10 +53,11 @@ class InUse(GatewayError):
     status = 409
 
 
-class UsedOutside(InUse):
-    """A host cannot remove an object, because a user that the engine does not know needs it.
+class InUseExternally(InUse):
+    """A host cannot remove an object, because something that the engine does not manage depends on it.
 
-    The engine turns it into a sentence that names the object. ``users``: names by id, by noun; ``remedy``: a sentence.
+    The engine catches this error and raises one that names the object. ``users``: by noun, the names of the users by
+    id. ``remedy``: a sentence.
     """
 
     def __init__(self, users: Mapping[str, Mapping[str, str]], remedy: str) -> None:
@@ -69,7 +73,7 @@ class NameTaken(GatewayError):
 
 
 class Conflict(GatewayError):
-    """The object is in the wrong state, for example a paused sandbox that should be paused."""
+    """The object is in the wrong state: for example, the request pauses a sandbox that is already paused."""
 
     kind = "conflict"
     status = 409
@@ -103,7 +107,7 @@ class OverQuota(GatewayError):
 
 
 class Busy(GatewayError):
-    """A limit was reached, or a lock was not free in time: try again later."""
+    """A limit was reached, or a lock could not be acquired in time. The client can retry later."""
 
     kind = "busy"
     status = 429
@@ -120,4 +124,4 @@ class NoSpace(GatewayError):
 
 
 class BackendFailed(GatewayError):
-    """A command or machine of the host failed; the message names it and quotes its output."""
+    """A command or machine of the host failed. The message names it and quotes its output."""

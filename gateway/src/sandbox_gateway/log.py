@@ -37,9 +37,9 @@ class Logger:
 
 
 def setup(level: str, style: str, file: Path | None = None) -> None:
-    """Log to ``file``, or else to standard error, from ``level`` on, in ``style`` "json" or "text". Raises OSError."""
+    """Log events of at least ``level`` to ``file`` or standard error. ``style``: "json" or "text". Raises OSError."""
     handler = _LogFile(file) if file else logging.StreamHandler(sys.stderr)
-    handler.setFormatter(_Json() if style == "json" else _Text())
+    handler.setFormatter(_JsonFormatter() if style == "json" else _TextFormatter())
     root = logging.getLogger()
     root.handlers[:] = [handler]
     root.setLevel(logging.WARNING)
@@ -47,7 +47,7 @@ def setup(level: str, style: str, file: Path | None = None) -> None:
 
 
 class _LogFile(RotatingFileHandler):
-    """A log file of bounded size, because requests make it grow."""
+    """A log file that is rotated, because anyone who sends requests can make it grow."""
 
     def __init__(self, path: Path) -> None:
         super().__init__(path, maxBytes=_FILE_BYTES, backupCount=_OLD_FILES, encoding="utf-8")
@@ -58,7 +58,7 @@ class _LogFile(RotatingFileHandler):
         return stream
 
 
-class _Json(logging.Formatter):
+class _JsonFormatter(logging.Formatter):
     def format(self, record: logging.LogRecord) -> str:
         entry = {
             "at": datetime.fromtimestamp(record.created, UTC).isoformat(timespec="milliseconds"),
@@ -72,15 +72,15 @@ class _Json(logging.Formatter):
         return json.dumps(entry, default=str)
 
 
-class _Text(logging.Formatter):
+class _TextFormatter(logging.Formatter):
     def format(self, record: logging.LogRecord) -> str:
-        fields = " ".join(f"{key}={_plain(value)}" for key, value in getattr(record, "fields", {}).items())
+        fields = " ".join(f"{key}={_format_value(value)}" for key, value in getattr(record, "fields", {}).items())
         clock = datetime.fromtimestamp(record.created, UTC).strftime("%H:%M:%S")
         line = f"{clock} {record.levelname.lower():7} {record.getMessage()} {fields}".rstrip()
         return f"{line}\n{self.formatException(record.exc_info)}" if record.exc_info else line
 
 
-def _plain(value: object) -> str:
-    """Format a value, which may come from an untrusted caller, on one line."""
+def _format_value(value: object) -> str:
+    """Format a value on one line. The value may come from an untrusted caller."""
     text = str(value)
     return text if text.isprintable() else ascii(text)[1:-1]

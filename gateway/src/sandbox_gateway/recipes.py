@@ -1,4 +1,4 @@
-"""Recipes of templates, in canonical form, with a digest that identifies equal recipes."""
+"""Template recipes, and the digest that identifies equal recipes."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ class Source(StrEnum):
 class Recipe(BaseModel):
     """How to build a template.
 
-    ``setup`` commands and ``start_command`` run inside the booted sandbox, as root, through ``/bin/sh -c``;
-    ``ready_probe`` is run there every half second until it exits 0 (at most ``ready_timeout`` seconds).
+    ``setup`` commands and ``start_command`` run as root inside the booted sandbox, through ``/bin/sh -c``. Then
+    ``ready_probe`` runs there every half second until its exit code is 0, for at most ``ready_timeout`` seconds.
     """
 
     model_config = ConfigDict(extra="forbid")
@@ -37,7 +37,7 @@ class Recipe(BaseModel):
     """APT mirror to build from; empty: the host's own sources."""
     packages: list[str] = Field(default_factory=list, max_length=2000)
     path: str = ""
-    """``rootfs``: an absolute path on the gateway's host, of a directory or a tarball, which may be compressed."""
+    """With ``rootfs``: the absolute path of a directory or a (compressed) tarball on the gateway's host."""
     setup: list[str] = Field(default_factory=list, max_length=1000)
     start_command: str = ""
     ready_probe: str = ""
@@ -46,20 +46,22 @@ class Recipe(BaseModel):
     resources: Resources = Field(default_factory=Resources)
 
     @model_validator(mode="after")
-    def _consistent(self) -> Recipe:
+    def _check_consistency(self) -> Recipe:
         if self.source is Source.ROOTFS and not self.path.startswith("/"):
             raise ValueError(
                 "a rootfs template needs the field 'path': the absolute path of a directory or tarball on the host"
             )
         if self.source is Source.DEBOOTSTRAP and self.path:
-            raise ValueError("'path' is valid only with 'from: rootfs': leave one of them out")
+            raise ValueError("'path' is valid only with 'from: rootfs': remove 'path', or set 'from: rootfs'")
         for package in self.packages:
             if not _PACKAGE.fullmatch(package):
-                raise ValueError(f"{package[:80]!r} is not a valid name of a Debian package")
+                raise ValueError(
+                    f"{package[:80]!r} is not a valid Debian package name: use NAME, NAME:ARCHITECTURE or NAME=VERSION"
+                )
         return self
 
     def digest(self, *salts: str) -> str:
-        """Return the hex SHA-256 of the canonical recipe and ``salts`` (the digests of the guest and of `path`)."""
+        """Return the hex SHA-256 of the canonical recipe and ``salts`` (the digests of the guest and of ``path``)."""
         return _digest({**self.model_dump(mode="json"), "packages": sorted(set(self.packages))}, salts)
 
 
@@ -69,7 +71,10 @@ def _digest(data: dict[str, Any], salts: tuple[str, ...]) -> str:
 
 
 def source_digest(recipe: Recipe) -> str:
-    """Digest the source at ``recipe.path``: a tarball's content, or a directory's names, sizes and times."""
+    """Return a digest of the source at ``recipe.path``; empty if the recipe has no path. Raises Invalid.
+
+    The digest covers the contents of a tarball, or the names, modes, sizes and modification times in a directory.
+    """
     if not recipe.path:
         return ""
     path = Path(recipe.path)
@@ -80,7 +85,8 @@ def source_digest(recipe: Recipe) -> str:
             return hashlib.file_digest(file, "sha256").hexdigest()
     except OSError as error:
         raise Invalid(
-            f"the root file system {recipe.path} cannot be read on the gateway's host: {error.strerror}"
+            f"the root file system {recipe.path} cannot be read on the gateway's host: {error.strerror}. Correct "
+            "'path', or copy the files to that host"
         ) from None
 
 

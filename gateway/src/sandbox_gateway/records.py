@@ -1,7 +1,7 @@
 """Records: the metadata of objects, stored with the objects.
 
-A record contains all metadata of an object: a host stores it with the object (a manifest beside the images, user
-properties on a dataset) and returns it from a scan. There is no other database.
+A record contains all metadata of an object. A host stores it with the object, in a manifest beside the images or in
+user properties of a dataset, and returns it from a scan. There is no other database.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ def now() -> datetime:
 
 
 def check_name(name: str) -> str:
-    """Return ``name``. Raises ValueError with the rule if it is not allowed."""
+    """Return ``name``. Raises ValueError, which states the naming rule, if it is not allowed."""
     if not _NAME.fullmatch(name):
-        shown = name if len(name) <= 80 else name[:77] + "..."
+        short_name = name if len(name) <= 80 else name[:77] + "..."
         raise ValueError(
-            f"the name {shown!r} is not allowed: use 1 to 64 letters, digits, '_', '.' or '-', "
+            f"the name {short_name!r} is not allowed: use 1 to 64 letters, digits, '_', '.' or '-', "
             "starting with a letter or digit"
         )
     return name
@@ -62,7 +62,12 @@ class NetworkPolicy(_Record):
     """CIDRs or addresses that are reachable even if ``allow_internet`` or ``deny_out`` would block them."""
     deny_out: list[str] = Field(default_factory=list)
     allow_public_traffic: bool = False
-    """Inbound: whether every client of the gateway can reach the sandbox's ports, except the agent's."""
+    """Whether every client of the gateway can connect to the sandbox's ports, except the agent's."""
+
+    @property
+    def allows_egress(self) -> bool:
+        """Whether the sandbox can reach anything. If it cannot, it gets no name servers."""
+        return self.allow_internet or bool(self.allow_out)
 
 
 class Mount(_Record):
@@ -90,15 +95,15 @@ class Volume(_Record):
     size_mb: int = Field(default=1024, ge=64, le=1 << 26)
     """Capacity in MiB."""
     from_snapshot: str = ""
-    """Id of the volume snapshot it was made from."""
+    """Id of the volume snapshot that it was created from; empty if it was created empty."""
     owner: str = ""
-    """The sandbox that this clone was made for.
+    """The sandbox that this clone was created for. The clone is removed with the last sandbox that mounts it.
 
-    The clone is removed with the last sandbox that mounts it. Empty: it is kept.
+    Empty: the volume is kept until it is deleted.
     """
     created_at: datetime = Field(default_factory=now)
     host: dict[str, Any] = Field(default_factory=dict)
-    """Data that the host needs to serve the volume again (a port, …)."""
+    """Data that the host needs to serve the volume after a restart, such as a port."""
 
 
 class VolumeSnapshot(_Record):
@@ -127,7 +132,7 @@ class OnTimeout(StrEnum):
 class Sandbox(_Record):
     """A sandbox: an identity (id, name, metadata) and the machine that currently runs it (``instance``).
 
-    A rollback changes ``instance`` and nothing else of the identity.
+    A rollback replaces the machine and keeps the identity.
     """
 
     id: Id = Field(default_factory=new_id)
@@ -136,12 +141,12 @@ class Sandbox(_Record):
     """The current machine: the host names its directory, process and network after it."""
     state: SandboxState = SandboxState.RUNNING
     state_reason: str = ""
-    """Why the sandbox was paused without a request (the machine ended, the host rebooted)."""
+    """Why the sandbox is paused without a request, for example because its machine stopped or the host rebooted."""
     template_id: str = ""
     forked_from: str = ""
-    """The snapshot or template that the sandbox was made from; never changes."""
+    """The snapshot or template that the sandbox was created from. It never changes."""
     head: str = ""
-    """The snapshot that the sandbox now descends from; changes with each capture and rollback."""
+    """The snapshot that the sandbox currently descends from. Each capture and rollback changes it."""
     base: str = ""
     """The snapshot that the current machine was started from."""
     parent_sandbox: str = ""
@@ -156,11 +161,11 @@ class Sandbox(_Record):
     created_at: datetime = Field(default_factory=now)
     started_at: datetime = Field(default_factory=now)
     end_at: datetime | None = None
-    """When the timeout ends; None: never."""
+    """When the sandbox expires. None: never."""
     timeout: float | None = None
-    """The last requested timeout in seconds; None: the host's default.
+    """The last requested timeout in seconds. None: the host's default.
 
-    The timeout starts again if the sandbox is resumed after ``end_at``.
+    If the sandbox is resumed after ``end_at``, the timeout starts again.
     """
     on_timeout: OnTimeout = OnTimeout.KILL
     auto_resume: bool = False
@@ -168,14 +173,14 @@ class Sandbox(_Record):
     branches: int = Field(default=0, ge=0)
     """The last number used in the name of a branch. Numbers are not reused."""
     mounts: list[Mount] = Field(default_factory=list)
-    """The mounts of volumes, in the order of mounting."""
+    """The mounted volumes, in mount order."""
     host: dict[str, Any] = Field(default_factory=dict)
-    """Data that the host needs to find the machine again (network slot, pid and its start time, …)."""
+    """Data that the host needs to find the machine after a restart, such as its network slot, pid and start time."""
 
     @model_validator(mode="before")
     @classmethod
-    def _read_former_names(cls, record: Any) -> Any:
-        """Rename the field ``life``, which is the timeout in records of older releases."""
+    def _rename_former_fields(cls, record: Any) -> Any:
+        """Rename the field ``life``, the name of ``timeout`` in records of older releases."""
         if isinstance(record, dict) and "life" in record:
             record = {"timeout": record["life"], **record}
         return record
@@ -188,38 +193,39 @@ class Sandbox(_Record):
 
 class SnapshotKind(StrEnum):
     BASE = "base"
-    """A newly built file system that was never booted; hidden."""
+    """A newly built file system that has never been booted; hidden."""
     TEMPLATE = "template"
     SNAPSHOT = "snapshot"
     PAUSE = "pause"
-    """The snapshot from which a paused sandbox resumes; hidden, owned by that sandbox."""
+    """The snapshot from which a paused sandbox resumes; hidden, and owned by that sandbox."""
     TRANSIENT = "transient"
-    """The source of clones; hidden, removed with its last fork."""
+    """The capture from which clones are forked; hidden, and removed with its last fork."""
 
 
 class Memory(StrEnum):
-    """How a snapshot's memory was captured: which pages were copied to a clone of which image. Images are complete.
+    """How a snapshot's memory was captured: which pages were compared with which earlier image.
 
-    Only pages that differ from that image are written.
+    The new image starts as a clone of that image, and only pages that differ are written to it. Every image is
+    therefore complete.
     """
 
     NONE = "none"
     FULL = "full"
     """All pages."""
     INCREMENTAL = "incremental"
-    """Pages written since the machine's start, over the image that it was started from."""
+    """Pages written since the machine's start, compared with the image that it was started from."""
     COMPARE = "compare"
-    """The same pages, over the image of the machine's latest capture."""
+    """Pages written since the machine's start, compared with the image of its latest capture."""
     SOFT_DIRTY = "soft_dirty"
-    """Pages written since that capture, which the kernel marked as soft-dirty."""
+    """Pages written since the machine's latest capture, which the kernel marked as soft-dirty."""
     WRITTEN = "written"
-    """Pages written since that capture, which asynchronous write protection found."""
+    """Pages written since the machine's latest capture, detected by asynchronous write protection."""
     LIVE = "live"
-    """As one of the last two, mostly copied while the machine ran."""
+    """Like SOFT_DIRTY or WRITTEN, but most pages were copied while the machine ran."""
 
     @classmethod
     def _missing_(cls, value: object) -> Memory:
-        """Read a mode of a newer release: its image is complete, too."""
+        """Read a mode of a newer release as FULL, because its image is complete too."""
         return cls.FULL
 
 
@@ -228,17 +234,17 @@ class SnapshotStatus(StrEnum):
 
 
 class Retention(_Record):
-    """The rule for which snapshots of a sandbox are kept.
+    """A rule that says which snapshots of a sandbox to keep.
 
-    A snapshot is kept if one of the first two fields keeps it and it is not too old. Without these fields, only the age
-    counts. The newest snapshot is always kept.
+    A snapshot is kept if ``keep_last`` or ``keep_daily`` selects it and it is not older than ``max_age``. If neither of
+    the two is set, only the age counts. The newest snapshot is always kept.
     """
 
     keep_last: int | None = Field(default=None, ge=1, le=100_000)
     keep_daily: int | None = Field(default=None, ge=1, le=100_000)
-    """Number of days (UTC, only days with snapshots) of which the newest snapshot is kept."""
+    """For how many days the newest snapshot of the day is kept. Days are in UTC; only days with snapshots count."""
     max_age: float | None = Field(default=None, gt=0, le=100 * 366 * 86400)
-    """In seconds."""
+    """Maximum age in seconds."""
 
 
 class Snapshot(_Record):
@@ -261,28 +267,28 @@ class Snapshot(_Record):
     updated_at: datetime = Field(default_factory=now)
     expires_at: datetime | None = None
     retention: Retention | None = None
-    """The rule under which the snapshot was taken. None: it is kept until it is deleted."""
+    """The retention rule that the snapshot was taken with. None: it is kept until it is deleted."""
     doomed: bool = False
-    """Whether it was deleted with ``when=unused``: it is hidden, and removed with its last user."""
+    """Whether it was deleted with ``when=unused``. It is then hidden, and is removed with its last user."""
     memory: Memory = Memory.NONE
     memory_bytes_written: int = 0
     disk_bytes_unique: int = 0
     pause_ms: float = 0.0
     resources: Resources = Field(default_factory=Resources)
     mounts: list[Mount] = Field(default_factory=list)
-    """The mounts of its source. Forks get the same mounts unless others are requested."""
+    """The mounts of its source. Forks get the same mounts unless the request specifies others."""
     volumes: list[VolumeCapture] = Field(default_factory=list)
     """The volumes that were captured in the same pause."""
     recipe_digest: str = ""
-    """The digest of `recipe`, of the guest it was built with, and of `source_digest`."""
+    """The digest of ``recipe``, the guest files that the template was built with, and ``source_digest``."""
     source_digest: str = ""
-    """The digest of the files at the recipe's path; empty if it has no path, or if an older gateway built the
-    template.
+    """The digest of the files at the recipe's path.
+
+    Empty if the recipe has no path, or if an older gateway built the template.
     """
     recipe: dict[str, Any] = Field(default_factory=dict)
     host: dict[str, Any] = Field(default_factory=dict)
-    """Data that the host needs to start a machine from the snapshot (accelerator, CPU model, machine type, versions).
-    """
+    """Data that the host needs to start a machine from the snapshot, such as the accelerator and the CPU model."""
 
     @property
     def is_hidden(self) -> bool:

@@ -1,4 +1,4 @@
-"""Tasks that outlive their callers: background tasks, and work that a cancellation does not interrupt."""
+"""Tasks that outlive their callers: background tasks, and work that cancellation does not interrupt."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from sandbox_gateway.log import Logger
 
 T = TypeVar("T")
 
-_uninterrupted: WeakKeyDictionary[asyncio.AbstractEventLoop, set[asyncio.Future[Any]]] = WeakKeyDictionary()
+_uninterruptible_tasks: WeakKeyDictionary[asyncio.AbstractEventLoop, set[asyncio.Future[Any]]] = WeakKeyDictionary()
 """The unfinished work of ``finish_despite_cancellation``, by event loop."""
 
 
 class BackgroundTasks:
-    """Tasks that no caller has to await. Their failures are logged with the event ``failure``."""
+    """Tasks that no caller has to await. A failure is logged with ``failure`` as the event."""
 
     def __init__(self, log: Logger, failure: str = "background task failed") -> None:
         self._log = log
@@ -25,14 +25,14 @@ class BackgroundTasks:
         self._tasks: set[asyncio.Task[Any]] = set()
 
     def start(self, work: Coroutine[Any, Any, T]) -> asyncio.Task[T]:
-        """Run ``work`` in the background. A failure is logged."""
+        """Run ``work`` in the background and return its task."""
         task = asyncio.create_task(work)
         self._tasks.add(task)
         task.add_done_callback(self._finish)
         return task
 
     async def wait(self, seconds: float | None = None) -> None:
-        """Wait until all tasks have ended, or for ``seconds``."""
+        """Wait until all tasks have ended, for at most ``seconds``; None: without limit."""
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(seconds):
                 while self._tasks:
@@ -53,14 +53,14 @@ class BackgroundTasks:
 async def finish_despite_cancellation(work: Awaitable[T]) -> T:
     """Await ``work``. If the caller is cancelled, the cancellation takes effect when ``work`` is done."""
     task = asyncio.ensure_future(work)
-    uninterrupted = _uninterrupted.setdefault(task.get_loop(), set())
-    uninterrupted.add(task)
-    task.add_done_callback(uninterrupted.discard)
+    tasks = _uninterruptible_tasks.setdefault(task.get_loop(), set())
+    tasks.add(task)
+    task.add_done_callback(tasks.discard)
     cancellation: asyncio.CancelledError | None = None
     while not task.done():
         try:
             await asyncio.wait([task])
-        except asyncio.CancelledError as error:  # even if it is repeated
+        except asyncio.CancelledError as error:  # may happen more than once
             cancellation = error
     if cancellation is None:
         return task.result()
@@ -69,40 +69,41 @@ async def finish_despite_cancellation(work: Awaitable[T]) -> T:
     raise cancellation
 
 
-async def wait_for_uninterrupted(seconds: float) -> bool:
-    """Wait until all work of ``finish_despite_cancellation`` in this event loop has ended; False after ``seconds``.
+async def wait_for_uninterruptible_tasks(seconds: float) -> bool:
+    """Wait until all work of ``finish_despite_cancellation`` in this event loop has ended.
 
-    Before a shutdown: callers that were cancelled may not wait for their work any more.
+    Returns False if work is still unfinished after ``seconds``. Call this before a shutdown: callers that were
+    cancelled may no longer wait for their work.
     """
     loop = asyncio.get_running_loop()
     try:
         async with asyncio.timeout(seconds):
-            while tasks := _uninterrupted.get(loop):
+            while tasks := _uninterruptible_tasks.get(loop):
                 await asyncio.wait(tasks)
     except TimeoutError:
         return False
     return True
 
 
-async def clean_up(log: Logger, *works: Awaitable[Any]) -> None:
-    """Await all ``works``, one after the other, despite failures and cancellation.
+async def clean_up(log: Logger, *steps: Awaitable[Any]) -> None:
+    """Await all ``steps`` of undoing a failed operation, one after the other, despite failures and cancellation.
 
-    For the undoing of a failed operation: failures are logged, so that the caller can raise the first error.
+    Failures are only logged, so that the caller can raise the error of the operation.
     """
 
-    async def work_off() -> None:
-        for work in works:
+    async def run_steps() -> None:
+        for step in steps:
             try:
-                await work
+                await step
             except Exception as error:
                 log.error("clean-up failed", reason=str(error) or type(error).__name__)
 
-    await finish_despite_cancellation(work_off())
+    await finish_despite_cancellation(run_steps())
 
 
-async def wait_for_all(*works: Awaitable[Any]) -> list[Any]:
-    """Wait until all ``works`` have ended, then return their results or raise the first error."""
-    results = await asyncio.gather(*works, return_exceptions=True)
+async def wait_for_all(*awaitables: Awaitable[Any]) -> list[Any]:
+    """Wait until all ``awaitables`` have finished. Return their results, or raise the first error."""
+    results = await asyncio.gather(*awaitables, return_exceptions=True)
     if error := next((result for result in results if isinstance(result, BaseException)), None):
         raise error
     return results

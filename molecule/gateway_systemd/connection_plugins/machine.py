@@ -1,4 +1,4 @@
-"""Runs tasks in a container booted by systemd-nspawn, by entering the namespaces of its first process."""
+"""Run tasks in a container booted by systemd-nspawn, by entering the namespaces of its first process."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ options:
       - name: ansible_machine_pid_file
   directory:
     description:
-      - The directory it was booted from.
+      - The directory from which the container was booted.
       - A process with another root directory is not entered, because it has reused the process id.
     type: path
     required: true
@@ -48,7 +48,7 @@ class Connection(Local):
         except OSError:
             pass
         raise AnsibleConnectionFailure(
-            f"what is in {self.get_option('directory')} is not booted: molecule create boots it"
+            f"the container in {self.get_option('directory')} is not running: boot it with molecule create"
         )
 
     def exec_command(self, cmd, in_data=None, sudoable=True):

@@ -1,4 +1,4 @@
-"""Checks the host from the outside."""
+"""Check the host."""
 
 import json
 import os

@@ -1,4 +1,4 @@
-"""Checks the host from the outside."""
+"""Check the host."""
 
 import json
 import os
@@ -8,7 +8,7 @@ testinfra_hosts = ["localhost"]
 STATE = os.environ["GROVE_MOLECULE_STATE"]
 
 
-def test_the_host_has_an_xfs_with_reflinks_and_a_running_gateway(host):
+def test_the_host_has_reflinks_and_a_running_gateway(host):
     mount = host.mount_point(f"{STATE}/state")
     assert mount.exists and mount.filesystem == "xfs"
     assert "reflink=1" in host.check_output("xfs_info %s", mount.path)

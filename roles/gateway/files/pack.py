@@ -11,7 +11,7 @@ import sys
 import tarfile
 from pathlib import Path
 
-ALONE = (
+TOP_LEVEL_FILES = (
     "README.md",
     "pyproject.toml",
     "requirements-build.txt",
@@ -21,10 +21,12 @@ ALONE = (
 )
 
 
-def members(source):
-    """Return (name in the package, path) of each packaged file, in a fixed order."""
-    found = [source / name for name in ALONE] + [path for path in (source / "src").rglob("*") if path.is_file()]
-    names = {path.relative_to(source).as_posix(): path for path in found}
+def list_members(source):
+    """Return (name in the package, path) of each packaged file, sorted by name."""
+    paths = [source / name for name in TOP_LEVEL_FILES] + [
+        path for path in (source / "src").rglob("*") if path.is_file()
+    ]
+    names = {path.relative_to(source).as_posix(): path for path in paths}
     return sorted((name, path) for name, path in names.items() if is_packaged(name))
 
 
@@ -32,17 +34,17 @@ def is_packaged(name):
     return not name.endswith(".pyc") and not any(part.endswith(".egg-info") for part in name.split("/"))
 
 
-def digest(source):
-    total = hashlib.sha256()
-    for name, path in members(source):
-        total.update(f"{name}\0{hashlib.sha256(path.read_bytes()).hexdigest()}\0".encode())
-    return total.hexdigest()
+def compute_digest(source):
+    digest = hashlib.sha256()
+    for name, path in list_members(source):
+        digest.update(f"{name}\0{hashlib.sha256(path.read_bytes()).hexdigest()}\0".encode())
+    return digest.hexdigest()
 
 
-def pack(source, out):
+def write_archive(source, out):
     buffer = io.BytesIO()
     with tarfile.open(fileobj=buffer, mode="w", format=tarfile.USTAR_FORMAT) as archive:
-        for name, path in members(source):
+        for name, path in list_members(source):
             content = path.read_bytes()
             entry = tarfile.TarInfo(f"sandbox-gateway/{name}")
             entry.size = len(content)
@@ -55,6 +57,6 @@ def pack(source, out):
 
 if __name__ == "__main__":
     if len(sys.argv) == 2:
-        print(digest(Path(sys.argv[1])))
+        print(compute_digest(Path(sys.argv[1])))
     else:
-        print(pack(Path(sys.argv[1]), Path(sys.argv[2])))
+        print(write_archive(Path(sys.argv[1]), Path(sys.argv[2])))

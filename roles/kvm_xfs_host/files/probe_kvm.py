@@ -1,8 +1,8 @@
-"""Test whether a guest boots on /dev/kvm: print ``{"accelerator": "kvm"|"tcg", "reason": sentence}``.
+"""Test whether a guest boots on /dev/kvm, and print ``{"accelerator": "kvm"|"tcg", "reason": sentence}``.
 
 Opening the device is not enough: on some hypervisors it opens, but no stock kernel boots. Therefore this program boots
-a stock kernel until the kernel looks for its root file system, which does not exist, or until a deadline. The program
-uses only the standard library and leaves no files behind.
+a stock kernel until the kernel looks for its root file system, which does not exist, or until a time limit. The program
+uses only the standard library and removes all its files.
 """
 
 import argparse
@@ -17,9 +17,9 @@ import time
 from pathlib import Path
 
 KVM = Path("/dev/kvm")
-BOOTED = (b"Kernel panic", b"VFS: Cannot open root device", b"Run /")
-BEGUN = b"Linux version"
-SILENT_SECONDS = 8.0  # A booting kernel prints constantly: after this time without output, it counts as hung.
+BOOT_MARKS = (b"Kernel panic", b"VFS: Cannot open root device", b"Run /")
+KERNEL_START_MARK = b"Linux version"
+SILENT_SECONDS = 8.0  # A kernel that prints nothing for this long is considered hung.
 
 
 def main():
@@ -30,12 +30,12 @@ def main():
     parser.add_argument("--seconds", type=float, default=20, help="time limit for the boot")
     parser.add_argument("--kernel", type=Path, help="kernel to boot; default: the host's, else Debian's cloud kernel")
     arguments = parser.parse_args()
-    accelerator, reason = decide(arguments)
+    accelerator, reason = choose_accelerator(arguments)
     json.dump({"accelerator": accelerator, "reason": reason}, sys.stdout)
     print()
 
 
-def decide(arguments):
+def choose_accelerator(arguments):
     if arguments.accelerator == "kvm":
         if not KVM.exists():
             return "tcg", f"this host has no {KVM}"
@@ -44,39 +44,39 @@ def decide(arguments):
         except OSError as error:
             return "tcg", f"{KVM} cannot be opened: {error.strerror}"
     with tempfile.TemporaryDirectory(prefix="kvm-probe-") as directory:
-        kernel = arguments.kernel or newest(Path("/boot")) or download(Path(directory))
+        kernel = arguments.kernel or find_newest_kernel(Path("/boot")) or download_kernel(Path(directory))
         if not kernel:
             return "tcg", f"there is no kernel to test {KVM} with, neither in /boot nor in the package archive"
-        return boot(arguments, kernel)
+        return boot_guest(arguments, kernel)
 
 
-def newest(directory):
+def find_newest_kernel(directory):
     """Return the newest readable kernel in ``directory``, or None."""
     readable = [path for path in directory.glob("vmlinuz-*") if os.access(str(path), os.R_OK)]
     return max(readable, key=lambda path: [int(part) for part in re.findall(r"\d+", path.name)], default=None)
 
 
-def download(directory):
-    """Return Debian's cloud kernel, unpacked below ``directory`` without installing it; None if it is not available."""
+def download_kernel(directory):
+    """Download Debian's cloud kernel and unpack it below ``directory``. Returns its path, or None on failure."""
     try:
-        shown = run(["apt-cache", "depends", "--important", "linux-image-cloud-amd64"], directory)
-        package = re.findall(r"Depends: (linux-image-\S+)", shown)[0]
-        run(["apt-get", "download", "-q", package], directory)
-        run(["dpkg-deb", "--extract", str(next(directory.glob("*.deb"))), str(directory)], directory)
+        dependencies = run_command(["apt-cache", "depends", "--important", "linux-image-cloud-amd64"], directory)
+        package = re.findall(r"Depends: (linux-image-\S+)", dependencies)[0]
+        run_command(["apt-get", "download", "-q", package], directory)
+        run_command(["dpkg-deb", "--extract", str(next(directory.glob("*.deb"))), str(directory)], directory)
     except (OSError, subprocess.SubprocessError, IndexError, StopIteration):
         return None
-    return newest(directory / "boot")
+    return find_newest_kernel(directory / "boot")
 
 
-def run(argv, directory):
-    """Return the standard output of a command. Raises an exception if it fails or takes more than five minutes."""
-    done = subprocess.run(
+def run_command(argv, directory):
+    """Run a command and return its standard output. Raises SubprocessError if it fails or exceeds five minutes."""
+    result = subprocess.run(
         argv, cwd=str(directory), stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, timeout=300, check=True
     )
-    return done.stdout.decode(errors="replace")
+    return result.stdout.decode(errors="replace")
 
 
-def boot(arguments, kernel):
+def boot_guest(arguments, kernel):
     argv = [arguments.qemu, "-M", arguments.machine, "-accel", arguments.accelerator, "-m", "256"]
     argv += ["-cpu", "host" if arguments.accelerator == "kvm" else "max"]
     argv += ["-display", "none", "-nodefaults", "-no-user-config", "-no-reboot", "-serial", "stdio"]
@@ -86,34 +86,37 @@ def boot(arguments, kernel):
     except OSError as error:
         return "tcg", f"{arguments.qemu} cannot be started: {error.strerror}"
     try:
-        said, ended = listen(process, arguments.seconds)
+        output, has_exited = read_console(process, arguments.seconds)
     finally:
         process.kill()
         process.wait()
-    if any(mark in said for mark in BOOTED):
+    if any(mark in output for mark in BOOT_MARKS):
         return arguments.accelerator, f"{kernel.name} booted on {arguments.accelerator}"
-    if BEGUN in said:
+    if KERNEL_START_MARK in output:
         return "tcg", f"{KVM} opens, but a guest kernel on it stopped after its first lines"
-    last = said.decode(errors="replace").strip().splitlines()[-1:] or [""]
-    readable = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]|[^ -~]", "", last[0])[:200] or "nothing"
-    how = "QEMU ended" if ended else "there was no further output in time"
-    return "tcg", f"{KVM} opens, but no guest kernel started on it ({how}); last output: {readable}"
+    last = output.decode(errors="replace").strip().splitlines()[-1:] or [""]
+    last_line = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]|[^ -~]", "", last[0])[:200] or "nothing"
+    cause = "QEMU exited" if has_exited else "no further output within the time limit"
+    return "tcg", f"{KVM} opens, but no guest kernel started on it ({cause}); last output: {last_line}"
 
 
-def listen(process, seconds):
-    """Return (console output, whether QEMU ended), read until the guest is up or hangs, QEMU ends, or time runs out."""
-    said = b""
+def read_console(process, seconds):
+    """Read the console until the guest has booted or hangs, QEMU exits, or ``seconds`` have passed.
+
+    Returns the output and whether QEMU exited.
+    """
+    output = b""
     deadline = time.monotonic() + seconds
     with selectors.DefaultSelector() as selector:
         selector.register(process.stdout, selectors.EVENT_READ)
-        while not any(mark in said for mark in BOOTED):
+        while not any(mark in output for mark in BOOT_MARKS):
             if not selector.select(min(SILENT_SECONDS, max(0.0, deadline - time.monotonic()))):
-                return said, False
-            piece = os.read(process.stdout.fileno(), 65536)
-            if not piece:
-                return said, True
-            said += piece
-    return said, False
+                return output, False
+            chunk = os.read(process.stdout.fileno(), 65536)
+            if not chunk:
+                return output, True
+            output += chunk
+    return output, False
 
 
 if __name__ == "__main__":

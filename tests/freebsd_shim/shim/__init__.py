@@ -1,1 +1,1 @@
-"""FreeBSD's commands on Linux namespaces; see ../README.md."""
+"""Implement FreeBSD's commands with Linux namespaces. See ../README.md."""

@@ -1,7 +1,7 @@
-"""Shared code of the shim's commands: FreeBSD's error handling, its getopt, the state directory, system calls.
+"""Shared code of the shim's commands: FreeBSD's error handling and getopt, the state directory, and system calls.
 
-There are few imports on purpose: a command must finish in about 10 ms, and ``re``, ``json``, ``pathlib`` or
-``subprocess`` cost half of that each.
+There are few imports on purpose: a command must finish in about 10 ms, and importing ``re``, ``json``, ``pathlib`` or
+``subprocess`` takes about half of that.
 """
 
 from __future__ import annotations
@@ -30,22 +30,22 @@ _STRERROR = {
 
 
 def strerror(number: int) -> str:
-    """FreeBSD's strerror(3)."""
+    """Return FreeBSD's text for an errno, like strerror(3)."""
     return _STRERROR.get(number) or os.strerror(number)
 
 
-def say(line: str) -> None:
+def print_line(line: str) -> None:
     sys.stdout.write(line + "\n")
 
 
 def warnx(message: str) -> None:
-    """warnx(3): ``prog: message``."""
+    """Print ``program: message`` on standard error, like warnx(3)."""
     sys.stdout.flush()
     sys.stderr.write(f"{PROG}: {message}\n")
 
 
 def errx(code: int, message: str) -> SystemExit:
-    """errx(3), to be raised: ``raise errx(1, "…")``."""
+    """Print an error and return the exception to raise, like errx(3): ``raise errx(1, "…")``."""
     warnx(message)
     return SystemExit(code)
 
@@ -55,7 +55,7 @@ def warn(message: str, number: int) -> None:
 
 
 def err(code: int, message: str, number: int) -> SystemExit:
-    """err(3), to be raised."""
+    """Print an error with the text of an errno and return the exception to raise, like err(3)."""
     return errx(code, f"{message}: {strerror(number)}")
 
 
@@ -65,79 +65,82 @@ def usage(text: str, code: int = 1) -> SystemExit:
     return SystemExit(code)
 
 
-def unsupported(what: str) -> SystemExit:
-    """A feature that FreeBSD has but the shim lacks: exit 70 (EX_SOFTWARE), distinct from FreeBSD's own errors."""
+def unsupported(feature: str) -> SystemExit:
+    """Report a feature of FreeBSD that the shim lacks, and return the exception to raise.
+
+    The exit code is 70 (EX_SOFTWARE), which FreeBSD's commands do not use.
+    """
     sys.stdout.flush()
-    sys.stderr.write(f"freebsd-shim: {PROG}: {what}: not built; see tests/freebsd_shim/README.md\n")
+    sys.stderr.write(f"freebsd-shim: {PROG}: {feature}: not implemented; see tests/freebsd_shim/README.md\n")
     return SystemExit(70)
 
 
 class BadOption(Exception):
-    """getopt(3) found an unknown option, or one without its argument; it has already printed the error."""
+    """There is an unknown option, or one without its argument. The error has already been printed."""
 
 
 def getopt(argv: list[str], spec: str) -> tuple[list[tuple[str, str]], list[str]]:
-    """FreeBSD's getopt(3): stops at the first word that is not an option. Returns (options, the rest)."""
+    """Return the options and the remaining arguments, like FreeBSD's getopt(3): stop at the first non-option."""
     options: list[tuple[str, str]] = []
-    at = 0
-    while at < len(argv):
-        word = argv[at]
+    index = 0
+    while index < len(argv):
+        word = argv[index]
         if word == "--":
-            at += 1
+            index += 1
             break
         if len(word) < 2 or word[0] != "-":
             break
-        at += 1
+        index += 1
         rest = word[1:]
         while rest:
             letter, rest = rest[0], rest[1:]
-            place = spec.find(letter)
-            if letter == ":" or place < 0:
+            position = spec.find(letter)
+            if letter == ":" or position < 0:
                 warnx(f"illegal option -- {letter}")
                 raise BadOption(letter)
-            if spec[place + 1 : place + 2] != ":":
+            if spec[position + 1 : position + 2] != ":":
                 options.append((letter, ""))
                 continue
             if not rest:
-                if at >= len(argv):
+                if index >= len(argv):
                     warnx(f"option requires an argument -- {letter}")
                     raise BadOption(letter)
-                rest, at = argv[at], at + 1
+                rest, index = argv[index], index + 1
             options.append((letter, rest))
             rest = ""
-    return options, argv[at:]
+    return options, argv[index:]
 
 
-def take_libxo(argv: list[str]) -> tuple[list[str], bool]:
-    """xo_parse_args(3): removes ``--libxo`` from the arguments. Returns (the rest, whether JSON is requested)."""
-    left, json, at = [], False, 0
-    while at < len(argv):
-        word = argv[at]
-        at += 1
+def parse_libxo(argv: list[str]) -> tuple[list[str], bool]:
+    """Remove ``--libxo`` from the arguments, like xo_parse_args(3). Returns them and whether JSON is requested."""
+    rest, json, index = [], False, 0
+    while index < len(argv):
+        word = argv[index]
+        index += 1
         if word == "--":
-            left += argv[at - 1 :]
+            rest += argv[index - 1 :]
             break
         if word == "--libxo":
-            if at >= len(argv):
+            if index >= len(argv):
                 raise errx(1, "missing libxo option")
-            style, at = argv[at], at + 1
+            style, index = argv[index], index + 1
         elif word.startswith("--libxo="):
             style = word[8:]
         elif word.startswith("--libxo:"):
             style = {"J": "json", "T": "text"}.get(word[8:], word[8:])
         else:
-            left.append(word)
+            rest.append(word)
             continue
         if style not in ("json", "text"):
             raise unsupported(f"--libxo {style}")
         json = style == "json"
-    return left, json
+    return rest, json
 
 
 # JSON without the json package ------------------------------------------------------------------------------------
 
 
-class _Scan:
+class _ScannerContext:
     strict = True
     object_hook = None
     object_pairs_hook = None
@@ -148,21 +151,21 @@ class _Scan:
 
 
 def from_json(text: str) -> object:
-    return make_scanner(_Scan)(text.strip(), 0)[0]  # type: ignore[arg-type]
+    return make_scanner(_ScannerContext)(text.strip(), 0)[0]  # type: ignore[arg-type]
 
 
-def quoted(text: str) -> str:
+def quote_json(text: str) -> str:
     result: str = encode_basestring_ascii(text)
     return result
 
 
 def to_json(value: object) -> str:
     if isinstance(value, str):
-        return quoted(value)
+        return quote_json(value)
     if isinstance(value, bool) or value is None:
         return {True: "true", False: "false", None: "null"}[value]
     if isinstance(value, dict):
-        return "{" + ", ".join(f"{quoted(str(k))}: {to_json(v)}" for k, v in value.items()) + "}"
+        return "{" + ", ".join(f"{quote_json(str(k))}: {to_json(v)}" for k, v in value.items()) + "}"
     if isinstance(value, list | tuple):
         return "[" + ", ".join(to_json(v) for v in value) + "]"
     return repr(value)
@@ -178,7 +181,10 @@ def state_dir() -> str:
 
 
 def _inherit() -> None:
-    """Add the environment of the nearest ancestor with FREEBSD_SHIM_STATE: a gateway gives its children a clean one."""
+    """Add the environment of the nearest ancestor that has FREEBSD_SHIM_STATE.
+
+    A gateway gives its child processes a clean environment.
+    """
     pid = os.getppid()
     while pid > 1:
         try:
@@ -195,7 +201,7 @@ def _inherit() -> None:
 
 
 class locked:
-    """``with locked():`` only one shim command at a time changes the state; nests inside one process."""
+    """Context manager: hold the lock of the state directory. A process may nest it."""
 
     depth = 0
     handle: int = -1
@@ -214,7 +220,7 @@ class locked:
 
 
 def load(name: str, empty: dict) -> dict:  # type: ignore[type-arg]
-    """The state file ``name``, or ``empty`` if it does not exist."""
+    """Return the contents of the state file ``name``, or ``empty`` if it does not exist."""
     try:
         with open(os.path.join(state_dir(), name + ".json")) as file:
             return from_json(file.read())  # type: ignore[return-value]
@@ -223,7 +229,7 @@ def load(name: str, empty: dict) -> dict:  # type: ignore[type-arg]
 
 
 def save(name: str, value: dict) -> None:  # type: ignore[type-arg]
-    """Replace the state file ``name`` atomically; the lock must be held."""
+    """Replace the state file ``name`` atomically. The caller holds the lock."""
     os.makedirs(state_dir(), mode=0o755, exist_ok=True)
     path = os.path.join(state_dir(), name + ".json")
     with open(path + ".new", "w") as file:
@@ -238,11 +244,11 @@ KNOBS = {
     "busy": "",
     "pf.loaded": "1",
 }
-"""Every knob with its default; see the README."""
+"""All knobs, with their defaults. See the README."""
 
 
 def knob(name: str) -> str:
-    """The knob's value: the environment's ``FREEBSD_SHIM_<NAME>`` first, then the state directory, then the default."""
+    """Return a knob's value: the variable ``FREEBSD_SHIM_<NAME>``, or the stored value, or the default."""
     variable = "FREEBSD_SHIM_" + name.upper().replace(".", "_")
     if variable in os.environ:
         return os.environ[variable]
@@ -269,17 +275,17 @@ _libc = None
 
 
 def _call(name: str, *args: object) -> int:
-    """A libc function that returns -1 and sets errno on failure. Raises OSError."""
+    """Call a libc function that returns -1 and sets errno on failure. Raises OSError."""
     global _libc
     import ctypes
 
     if _libc is None:
         _libc = ctypes.CDLL(None, use_errno=True)
-    answer: int = getattr(_libc, name)(*args)
-    if answer < 0:
+    result: int = getattr(_libc, name)(*args)
+    if result < 0:
         number = ctypes.get_errno()
         raise OSError(number, os.strerror(number), name)
-    return answer
+    return result
 
 
 def mount_syscall(source: str, target: str, fstype: str, flags: int, data: str = "") -> None:
@@ -289,21 +295,29 @@ def mount_syscall(source: str, target: str, fstype: str, flags: int, data: str =
 
 
 def clone_mount(source: str, attributes: int) -> int:
-    """A descriptor of a new, detached mount of ``source``, with these MOUNT_ATTR_… if any."""
+    """Return a descriptor of a new, detached mount of ``source``. ``attributes``: its MOUNT_ATTR_… flags."""
     import ctypes
 
-    tree = _call("syscall", SYS_OPEN_TREE, AT_FDCWD, os.fsencode(source), OPEN_TREE_CLONE | os.O_CLOEXEC)
+    mount_fd = _call("syscall", SYS_OPEN_TREE, AT_FDCWD, os.fsencode(source), OPEN_TREE_CLONE | os.O_CLOEXEC)
     if attributes:
         cleared = MOUNT_ATTR_RDONLY | MOUNT_ATTR_NOSUID | MOUNT_ATTR_NODEV | MOUNT_ATTR_NOEXEC | MOUNT_ATTR__ATIME
-        words = (ctypes.c_uint64 * 4)(attributes, cleared, 0, 0)
-        _call("syscall", SYS_MOUNT_SETATTR, tree, b"", AT_EMPTY_PATH, words, ctypes.c_size_t(ctypes.sizeof(words)))
-    return tree
+        mount_attr = (ctypes.c_uint64 * 4)(attributes, cleared, 0, 0)
+        _call(
+            "syscall",
+            SYS_MOUNT_SETATTR,
+            mount_fd,
+            b"",
+            AT_EMPTY_PATH,
+            mount_attr,
+            ctypes.c_size_t(ctypes.sizeof(mount_attr)),
+        )
+    return mount_fd
 
 
-def attach_mount(tree: int, target: int) -> None:
-    """Attach it to an open directory."""
+def attach_mount(mount_fd: int, target: int) -> None:
+    """Attach a detached mount to the directory with the descriptor ``target``."""
     flags = MOVE_MOUNT_F_EMPTY_PATH | MOVE_MOUNT_T_EMPTY_PATH
-    _call("syscall", SYS_MOVE_MOUNT, tree, b"", target, b"", flags)
+    _call("syscall", SYS_MOVE_MOUNT, mount_fd, b"", target, b"", flags)
 
 
 def umount_syscall(target: str, flags: int) -> None:
@@ -325,7 +339,7 @@ def prctl(option: int, value: int) -> None:
 
 
 def run(main: object, prog: str) -> None:
-    """Run one command's ``main(argv) -> exit code``; an unexpected exception is a bug of the shim: exit 70."""
+    """Run a command's ``main(argv)``, which returns its exit code. Exit with 70 after an unexpected exception."""
     global PROG
     PROG = prog
     code = 70

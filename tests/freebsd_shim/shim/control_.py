@@ -1,4 +1,4 @@
-"""``freebsd-shim``: functions for tests that FreeBSD lacks: setting knobs, and restoring everything."""
+"""``freebsd-shim``: a command for tests, which sets knobs and removes everything that the shim has created."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from shim import base, prison
 
 USAGE = """\
 usage: freebsd-shim set knob value      (kern.racct.enable, kern.osreldate, dying, busy, pf.loaded)
-       freebsd-shim purge               end every jail, mount, epair, bridge, limit and rule of this state directory"""
+       freebsd-shim purge               remove all jails, mounts, interfaces, limits and rules of the state"""
 
 
 def main(argv: list[str]) -> int:
@@ -33,11 +33,11 @@ def purge() -> None:
             prison.finish(jail)
         mount_.purge()
         names = set(base.load("interfaces", {"names": []})["names"])
-        conversation = net.Net()
-        for link in conversation.links():
+        netlink = net.NetlinkSocket()
+        for link in netlink.links():
             if link.driver and f"{link.driver}{link.unit}" in names:
                 try:
-                    conversation.delete(link.index)
+                    netlink.delete(link.index)
                 except OSError:
                     continue  # it was removed together with its other end
         limits.purge()

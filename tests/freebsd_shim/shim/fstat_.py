@@ -24,18 +24,18 @@ def main(argv: list[str]) -> int:
         raise base.unsupported(f"-{letter}")
     if "f" not in option_letters:
         raise base.unsupported("all file systems at once")
-    systems = {device for name in names or ["."] if (device := device_of(name))}
-    if not systems:
+    devices = {device for name in names or ["."] if (device := find_device(name))}
+    if not devices:
         return 1  # "file(s) specified, but none accessible"
-    base.say(HEADER)
+    base.print_line(HEADER)
     nodes = {each.identity: each.node for each in mount_.table()}
     for pid in sorted(int(entry) for entry in os.listdir("/proc") if entry.isdigit()):
-        show(pid, systems, nodes)
+        show(pid, devices, nodes)
     return 0
 
 
-def device_of(name: str) -> int:
-    """getfname(): 0 and an error message if the file does not exist."""
+def find_device(name: str) -> int:
+    """Return the device of a file. If the file does not exist, print an error and return 0. See getfname()."""
     try:
         return os.stat(name).st_dev
     except OSError as error:
@@ -43,42 +43,47 @@ def device_of(name: str) -> int:
         return 0
 
 
-def show(pid: int, systems: set[int], nodes: dict[int, str]) -> None:
-    """dofiles(): a line for each file of a process on one of the file systems."""
-    place = f"/proc/{pid}"
+def show(pid: int, devices: set[int], nodes: dict[int, str]) -> None:
+    """Print a line for each file that a process has open on one of the devices. See dofiles()."""
+    directory = f"/proc/{pid}"
     try:
-        with open(f"{place}/comm", errors="replace") as file:
+        with open(f"{directory}/comm", errors="replace") as file:
             command = file.read().rstrip("\n")
-        user = user_name(os.stat(place).st_uid)
-        files = [(f"{place}/{link}", f"{word:>5}") for link, word in LINKS]
-        files += [(f"{place}/fd/{fd}", f" {fd:>4}") for fd in sorted(os.listdir(f"{place}/fd"), key=int)]
+        user = user_name(os.stat(directory).st_uid)
+        files = [(f"{directory}/{link}", f"{word:>5}") for link, word in LINKS]
+        files += [(f"{directory}/fd/{fd}", f" {fd:>4}") for fd in sorted(os.listdir(f"{directory}/fd"), key=int)]
     except OSError:
-        return  # it has ended
+        return  # The process has exited.
     for path, column in files:
-        if shown := vnode(path, systems, nodes):
-            base.say(f"{user:<8.8} {command:<10} {pid:>5}{column}{shown}")
+        if fields := format_vnode(path, devices, nodes):
+            base.print_line(f"{user:<8.8} {command:<10} {pid:>5}{column}{fields}")
 
 
-def vnode(path: str, systems: set[int], nodes: dict[int, str]) -> str:
-    """print_vnode_info(); "" for a file on none of the file systems, or a dead one, as after a forced unmount."""
+def format_vnode(path: str, devices: set[int], nodes: dict[int, str]) -> str:
+    """Return the columns of a file. See print_vnode_info().
+
+    Returns "" for a file on another device, or on a file system that was unmounted by force.
+    """
     try:
-        found = os.stat(path)
-        if found.st_dev not in systems:
+        status = os.stat(path)
+        if status.st_dev not in devices:
             return ""
-        handle = os.open(path, os.O_PATH | os.O_CLOEXEC)
+        fd = os.open(path, os.O_PATH | os.O_CLOEXEC)
     except OSError:
         return ""
     try:
-        node = nodes.get(mount_.mount_of(f"/proc/self/fdinfo/{handle}"))
+        node = nodes.get(mount_.mount_of(f"/proc/self/fdinfo/{fd}"))
     finally:
-        os.close(handle)
+        os.close(fd)
     if node is None:
         return ""
-    return f" {node:<8} {found.st_ino:>6} {stat.filemode(found.st_mode):>10} {found.st_size:>6} {access(path):>2}"
+    return (
+        f" {node:<8} {status.st_ino:>6} {stat.filemode(status.st_mode):>10} {status.st_size:>6} {access_mode(path):>2}"
+    )
 
 
-def access(path: str) -> str:
-    """print_access_flags(); entries that are not descriptors are read-only."""
+def access_mode(path: str) -> str:
+    """Return how a file is open. Entries that are not descriptors are read-only. See print_access_flags()."""
     if "/fd/" not in path:
         return "r"
     try:
@@ -90,7 +95,7 @@ def access(path: str) -> str:
 
 
 def user_name(uid: int) -> str:
-    """user_from_uid()."""
+    """Return the name of a user, or the uid if the user has no name. See user_from_uid()."""
     try:
         return pwd.getpwuid(uid).pw_name
     except KeyError:

@@ -22,8 +22,8 @@ NAME_SIZE = 16  # IFNAMSIZ, with the final NUL
 FAMILIES = {"ether", "link", "lladdr", "inet", "inet6"}
 CLONERS = ("bridge", "epair")
 
-# Parameters of basic_cmds[], ifbridge.c and ifgroup.c that the shim has, with and without an argument.
-TAKES_ONE = {
+# Parameters of basic_cmds[], ifbridge.c and ifgroup.c that the shim supports and that have an argument.
+WITH_ARGUMENT = {
     "addm",
     "deletem",
     "private",
@@ -40,8 +40,8 @@ TAKES_ONE = {
     "-vnet",
     "prefixlen",
 }
-# FreeBSD has these; without this list they would be taken for addresses.
-KNOWN = (
+# Other parameters of FreeBSD's ifconfig. Without this list, they would be mistaken for addresses.
+UNSUPPORTED = (
     "arp -arp debug -debug promisc -promisc monitor -monitor staticarp -staticarp rxcsum -rxcsum txcsum -txcsum tso "
     "-tso lro -lro metric pcp -pcp tunnel deletetunnel fib stp -stp edge -edge autoedge -autoedge ptp -ptp learn "
     "-learn discover -discover sticky -sticky span -span flush flushall maxage maxaddr priority proto timeout "
@@ -51,11 +51,11 @@ KNOWN = (
 ).split()
 
 
-class Change:
-    """One run over the parameters of an interface (ifconfig() in ifconfig.c)."""
+class InterfaceChange:
+    """The state of one pass over the parameters of an interface (ifconfig() in ifconfig.c)."""
 
-    def __init__(self, conversation: net.Net, name: str, family: str) -> None:
-        self.net, self.name = conversation, name
+    def __init__(self, netlink: net.NetlinkSocket, name: str, family: str) -> None:
+        self.net, self.name = netlink, name
         self.family = family or "inet"
         self.print_name = ""
         self.address = self.netmask = self.broadcast = ""
@@ -80,42 +80,42 @@ def main(argv: list[str]) -> int:
     if ("l" in option_letters and "a" in option_letters) or {"u", "d"} <= option_letters:
         raise base.usage(USAGE)
     values = dict(options)
-    conversation = inside(values["j"]) if "j" in option_letters else net.Net()
+    netlink = jail_netlink(values["j"]) if "j" in option_letters else net.NetlinkSocket()
     if "C" in option_letters:
-        base.say(" ".join(("lo", *CLONERS)))
+        base.print_line(" ".join(("lo", *CLONERS)))
         return 0
     if "g" in option_letters and not option_letters & {"a", "l"}:
-        return list_group(conversation, values["g"])
+        return list_group(netlink, values["g"])
     if option_letters & {"a", "l"} or not rest:
         if len(rest) > 1:
             raise base.usage(USAGE)
         if rest and rest[0] not in FAMILIES:
             base.warnx(f"Address family '{rest[0]}' unknown.")
             raise base.usage(USAGE)
-        return list_interfaces(conversation, option_letters, values.get("g", ""), rest[0] if rest else "")
-    return interface(conversation, rest[0], rest[1:])
+        return list_interfaces(netlink, option_letters, values.get("g", ""), rest[0] if rest else "")
+    return handle_interface(netlink, rest[0], rest[1:])
 
 
-def inside(key: str) -> net.Net:
-    """-j: the vnet of the jail. The messages are Perror()'s, with the errno that jail_getid() leaves."""
+def jail_netlink(key: str) -> net.NetlinkSocket:
+    """Open a socket in the vnet of a jail (-j). The message is that of Perror() with the errno of jail_getid()."""
     try:
         return net.net_of(prison.find(key)["holder"])
     except prison.JailError:
         raise base.err(1, "jail not found", errno.ENOENT) from None
 
 
-def interface(conversation: net.Net, name: str, words: list[str]) -> int:
-    """main() of ifconfig.c for one interface."""
+def handle_interface(netlink: net.NetlinkSocket, name: str, words: list[str]) -> int:
+    """Show or change one interface, like main() of ifconfig.c."""
     first = words[0] if words else ""
-    if conversation.link(name) is None:
+    if netlink.link(name) is None:
         if first in ("create", "plumb"):
             if len(name) >= NAME_SIZE:
                 raise base.errx(1, f"{name}: cloning name too long")
-            return apply(conversation, name, words[1:], "", create=True)
+            return apply(netlink, name, words[1:], "", create=True)
         if first == "-vnet":
             if len(name) >= NAME_SIZE:
                 raise base.errx(1, f"{name}: interface name too long")
-            return apply(conversation, name, words, "")
+            return apply(netlink, name, words, "")
         raise base.errx(1, f"interface {name} does not exist")
     if first in ("create", "plumb"):
         if len(words) == 1:
@@ -125,48 +125,48 @@ def interface(conversation: net.Net, name: str, words: list[str]) -> int:
     if words and words[0] in FAMILIES:
         family, words = words[0], words[1:]
     if not words:
-        return show(conversation, conversation.links(), [name], family)
-    return apply(conversation, name, words, family)
+        return show(netlink, netlink.links(), [name], family)
+    return apply(netlink, name, words, family)
 
 
-def apply(conversation: net.Net, name: str, words: list[str], family: str, *, create: bool = False) -> int:
-    """The parameters in order; addresses last. Prints the name at the end if it has changed."""
-    change = Change(conversation, name, family)
+def apply(netlink: net.NetlinkSocket, name: str, words: list[str], family: str, *, create: bool = False) -> int:
+    """Apply the parameters in order, and addresses last. At the end, print the interface's name if it has changed."""
+    change = InterfaceChange(netlink, name, family)
     try:
         with base.locked():
             if create:
-                clone(change)
+                create_interface(change)
                 if words and words[0] in FAMILIES:
                     change.family, words = words[0], words[1:]
-            at = 0
-            while at < len(words):
-                at += parameter(change, words, at)
-            addresses(change)
+            index = 0
+            while index < len(words):
+                index += apply_parameter(change, words, index)
+            apply_addresses(change)
     finally:
         if change.print_name:
-            base.say(change.print_name)
+            base.print_line(change.print_name)
     return 0
 
 
-def parameter(change: Change, words: list[str], at: int) -> int:
-    """Apply the parameter at ``words[at]``; returns the number of words that it took."""
-    word = words[at]
-    if word in TAKES_ONE:
-        if at + 1 >= len(words):
+def apply_parameter(change: InterfaceChange, words: list[str], index: int) -> int:
+    """Apply the parameter at ``words[index]``. Returns the number of words that it consumed."""
+    word = words[index]
+    if word in WITH_ARGUMENT:
+        if index + 1 >= len(words):
             raise base.errx(1, f"'{word}' requires argument")
-        one_argument(change, word, words[at + 1])
+        apply_argument(change, word, words[index + 1])
         return 2
     if word in ("up", "down"):
         set_up(change, word == "up")
     elif word in ("destroy", "unplumb"):
-        destroy(change)
+        destroy_interface(change)
     elif word in ("alias", "add"):
         change.alias = 1
     elif word in ("-alias", "delete", "remove"):
         change.alias = -1
     elif word in ("-description", "-descr"):
         set_alias_data(change, description="")
-    elif word in KNOWN:
+    elif word in UNSUPPORTED:
         raise base.unsupported(word)
     elif change.address:
         raise base.unsupported("a destination address")
@@ -175,15 +175,15 @@ def parameter(change: Change, words: list[str], at: int) -> int:
     return 1
 
 
-def one_argument(change: Change, word: str, value: str) -> None:
+def apply_argument(change: InterfaceChange, word: str, value: str) -> None:
     if word in ("description", "descr"):
         set_alias_data(change, description=value)
     elif word == "group":
-        group(change, value)
+        add_group(change, value)
     elif word == "-group":
-        ungroup(change, value)
+        remove_group(change, value)
     elif word == "name":
-        rename(change, value)
+        rename_interface(change, value)
     elif word == "netmask":
         change.netmask = value
     elif word == "broadcast":
@@ -192,24 +192,24 @@ def one_argument(change: Change, word: str, value: str) -> None:
         change.prefix = int(value) if value.isdigit() else -1
     elif word == "mtu":
         link = change.link()
-        attempt("ioctl SIOCSIFMTU (set mtu)", lambda: set_mtu(change, link.index, value))
+        try_or_exit("ioctl SIOCSIFMTU (set mtu)", lambda: set_mtu(change, link.index, value))
     elif word == "vnet":
         move_to_jail(change, value)
     elif word == "-vnet":
         take_from_jail(change, value)
     else:
-        bridge(change, word, value)
+        change_bridge(change, word, value)
 
 
-def attempt(what: str, do: object) -> None:
-    """err(1, what) for errors of the kernel."""
+def try_or_exit(operation: str, action: object) -> None:
+    """Call ``action``. If the kernel returns an error, exit with err(1, what)."""
     try:
-        do()  # type: ignore[operator]
+        action()  # type: ignore[operator]
     except OSError as error:
-        raise base.err(1, what, error.errno or 0) from None
+        raise base.err(1, operation, error.errno or 0) from None
 
 
-def set_mtu(change: Change, index: int, value: str) -> None:
+def set_mtu(change: InterfaceChange, index: int, value: str) -> None:
     if not value.isdigit():
         raise OSError(errno.EINVAL, "")
     change.net.change(index, net.number(net.LINK_MTU, int(value)))
@@ -218,100 +218,102 @@ def set_mtu(change: Change, index: int, value: str) -> None:
 # ---- cloning: ifclone.c, sys/net/if_clone.c, sys/net/if_epair.c, sys/net/if_bridge.c ------------------------------
 
 
-def clone(change: Change) -> None:
+def create_interface(change: InterfaceChange) -> None:
     driver = change.name.rstrip("0123456789")
     digits = change.name[len(driver) :]
     if driver not in CLONERS:
         raise base.err(1, f"SIOCIFCREATE2 ({change.name})", errno.EINVAL)
     links = change.net.links()
-    taken = {link.unit for link in links if link.driver == driver}
-    names = {link.name for link in links}
+    used_units = {link.unit for link in links if link.driver == driver}
+    existing_names = {link.name for link in links}
     if digits:
         unit = int(digits)
-        if unit in taken or names & set(interface_names(driver, unit)):
+        if unit in used_units or existing_names & set(interface_names(driver, unit)):
             raise base.errx(1, f"interface {change.name} already exists")
     else:
-        unit = next(n for n in range(1 << 15) if n not in taken and not names & set(interface_names(driver, n)))
-    made = interface_names(driver, unit)
+        unit = next(
+            n for n in range(1 << 15) if n not in used_units and not existing_names & set(interface_names(driver, n))
+        )
+    new_names = interface_names(driver, unit)
     if driver == "epair":
-        change.net.create_veth(*made)
+        change.net.create_veth(*new_names)
     else:
-        change.net.create(made[0], "bridge")
-    for name, end in zip(made, "ab", strict=False):
+        change.net.create(new_names[0], "bridge")
+    for name, end in zip(new_names, "ab", strict=False):
         link = change.net.link(name)
         assert link is not None
         link.driver, link.unit, link.end, link.groups = driver, unit, end, [driver]
         change.net.change(link.index, net.string(net.LINK_ALIAS, link.alias()))
-    remember(f"{driver}{unit}", True)
-    if change.name != made[0]:  # "If we get a different name back than we put in, … print it later"
-        change.name = change.print_name = made[0]
+    record_interface(f"{driver}{unit}", True)
+    if change.name != new_names[0]:  # "If we get a different name back than we put in, … print it later"
+        change.name = change.print_name = new_names[0]
 
 
 def interface_names(driver: str, unit: int) -> list[str]:
     return [f"epair{unit}a", f"epair{unit}b"] if driver == "epair" else [f"{driver}{unit}"]
 
 
-def remember(unit: str, made: bool) -> None:
-    """For ``freebsd-shim purge``: interfaces created by commands with this state directory."""
+def record_interface(unit: str, exists: bool) -> None:
+    """Record whether an interface exists, so that ``freebsd-shim purge`` can remove it."""
     state = base.load("interfaces", {"names": []})
-    state["names"] = [name for name in state["names"] if name != unit] + ([unit] if made else [])
+    state["names"] = [name for name in state["names"] if name != unit] + ([unit] if exists else [])
     base.save("interfaces", state)
 
 
-def destroy(change: Change) -> None:
-    """if_clone_destroy(): EINVAL for interfaces that were not cloned. Either end of an epair also removes the other."""
+def destroy_interface(change: InterfaceChange) -> None:
+    """Destroy a cloned interface, and the other end of an epair. See if_clone_destroy()."""
     link = change.link()
     if not link.driver:
         raise base.err(1, "SIOCIFDESTROY", errno.EINVAL)
-    attempt("SIOCIFDESTROY", lambda: change.net.delete(link.index))
-    remember(f"{link.driver}{link.unit}", False)
+    try_or_exit("SIOCIFDESTROY", lambda: change.net.delete(link.index))
+    record_interface(f"{link.driver}{link.unit}", False)
 
 
 # ---- names, groups, flags ----------------------------------------------------------------------------------------
 
 
-def rename(change: Change, name: str) -> None:
-    """SIOCSIFNAME, sys/net/if.c ifhwioctl(): at most 15 characters, unique, not empty."""
-    what = "ioctl SIOCSIFNAME (set name)"
+def rename_interface(change: InterfaceChange, name: str) -> None:
+    """Rename an interface. The name must be unique and 1 to 15 characters long. See SIOCSIFNAME in sys/net/if.c."""
+    operation = "ioctl SIOCSIFNAME (set name)"
     link = change.link()
     if len(name.encode()) >= NAME_SIZE:
-        raise base.err(1, what, errno.ENAMETOOLONG)
+        raise base.err(1, operation, errno.ENAMETOOLONG)
     if not name or name == "lo0" or link.linux_name == "lo":
-        raise base.err(1, what, errno.EINVAL)
+        raise base.err(1, operation, errno.EINVAL)
     if name != link.name:
         if change.net.link(name) is not None:
-            raise base.err(1, what, errno.EEXIST)
-        attempt(what, lambda: set_name(change, link, name))
+            raise base.err(1, operation, errno.EEXIST)
+        try_or_exit(operation, lambda: set_name(change, link, name))
     change.name = change.print_name = name
 
 
-def set_name(change: Change, link: net.Link, name: str) -> None:
+def set_name(change: InterfaceChange, link: net.Link, name: str) -> None:
     try:
         change.net.change(link.index, net.string(net.LINK_NAME, name))
     except OSError as error:
         if error.errno != errno.EBUSY or not link.flags & net.IFF_UP:
             raise
-        change.net.change(link.index, up=False)  # older kernels: an interface that is up keeps its name
+        change.net.change(link.index, up=False)  # Older kernels cannot rename an interface that is up.
         change.net.change(link.index, net.string(net.LINK_NAME, name), up=True)
 
 
-def set_alias_data(change: Change, *, description: str | None = None, groups: list[str] | None = None) -> None:
+def set_alias_data(change: InterfaceChange, *, description: str | None = None, groups: list[str] | None = None) -> None:
     link = change.link()
     if description is not None:
         link.description = description
     if groups is not None:
         link.groups = groups
-    attempt("ioctl SIOCSIFDESCR (set descr)", lambda: write_alias(change, link))
+    try_or_exit("ioctl SIOCSIFDESCR (set descr)", lambda: write_alias(change, link))
 
 
-def write_alias(change: Change, link: net.Link) -> None:
+def write_alias(change: InterfaceChange, link: net.Link) -> None:
     if not link.driver:
-        raise base.unsupported("a description or group of an interface that is Linux's own")
+        raise base.unsupported("a description or group of an interface that the shim did not create")
     change.net.change(link.index, net.string(net.LINK_ALIAS, link.alias()))
 
 
-def group(change: Change, name: str) -> None:
-    """ifgroup.c setifgroup()."""
+def add_group(change: InterfaceChange, name: str) -> None:
+    """Add an interface to a group. See setifgroup() in ifgroup.c."""
     if name and name[-1].isdigit():
         raise base.errx(1, "setifgroup: group names may not end in a digit")
     if len(name) >= NAME_SIZE:
@@ -321,22 +323,22 @@ def group(change: Change, name: str) -> None:
         set_alias_data(change, groups=[*groups, name])
 
 
-def ungroup(change: Change, name: str) -> None:
+def remove_group(change: InterfaceChange, name: str) -> None:
     groups = change.link().groups
     if name not in groups:
         raise base.err(1, " SIOCDIFGROUP", errno.ENOENT)
     set_alias_data(change, groups=[each for each in groups if each != name])
 
 
-def set_up(change: Change, up: bool) -> None:
+def set_up(change: InterfaceChange, is_up: bool) -> None:
     link = change.link()
-    attempt("up" if up else "down", lambda: change.net.change(link.index, up=up))
-    if up and link.flags & net.IFF_LOOPBACK and not link.flags & net.IFF_UP and change.name == "lo0":
-        # Linux gives a loopback that comes up 127.0.0.1; FreeBSD's has only its configured addresses.
+    try_or_exit("up" if is_up else "down", lambda: change.net.change(link.index, up=is_up))
+    if is_up and link.flags & net.IFF_LOOPBACK and not link.flags & net.IFF_UP and change.name == "lo0":
+        # Linux adds 127.0.0.1 to a loopback interface that is set up; on FreeBSD it has only configured addresses.
         drop_loopback(change, link)
 
 
-def drop_loopback(change: Change, link: net.Link) -> None:
+def drop_loopback(change: InterfaceChange, link: net.Link) -> None:
     for address in change.net.addresses():
         if address.index == link.index and address.family == _socket.AF_INET and address.text == "127.0.0.1":
             change.net.address(net.DELADDR, link.index, address.family, address.prefix, address.address)
@@ -345,68 +347,68 @@ def drop_loopback(change: Change, link: net.Link) -> None:
 # ---- vnet: sys/net/if.c if_vmove_loan(), if_vmove_reclaim() --------------------------------------------------------
 
 
-def jail_of(key: str) -> prison.Jail:
+def find_jail(key: str) -> prison.Jail:
     try:
         return prison.find(key)
     except prison.JailError as error:
         raise base.errx(1, str(error)) from None
 
 
-def move_to_jail(change: Change, key: str) -> None:
-    jail, link = jail_of(key), change.link()
+def move_to_jail(change: InterfaceChange, key: str) -> None:
+    jail, link = find_jail(key), change.link()
     # "Do not try to move the iface from and to the same prison", nor to an existing name: EEXIST
     if not jail["vnet"] or net.net_of(jail["holder"]).link(link.name) is not None:
         raise base.err(1, "SIOCSIFVNET", errno.EEXIST)
-    attempt("SIOCSIFVNET", lambda: change.net.change(link.index, net.number(net.LINK_NS_PID, jail["holder"])))
+    try_or_exit("SIOCSIFVNET", lambda: change.net.change(link.index, net.number(net.LINK_NS_PID, jail["holder"])))
 
 
-def take_from_jail(change: Change, key: str) -> None:
-    jail = jail_of(key)
-    what = f"SIOCSIFRVNET({jail['jid']}, {change.name})"
+def take_from_jail(change: InterfaceChange, key: str) -> None:
+    jail = find_jail(key)
+    operation = f"SIOCSIFRVNET({jail['jid']}, {change.name})"
     if not jail["vnet"]:
-        raise base.err(1, what, errno.EEXIST)
-    inside_ = net.net_of(jail["holder"])
-    link = inside_.link(change.name)
+        raise base.err(1, operation, errno.EEXIST)
+    jail_socket = net.net_of(jail["holder"])
+    link = jail_socket.link(change.name)
     if link is None:
-        raise base.err(1, what, errno.ENXIO)
+        raise base.err(1, operation, errno.ENXIO)
     home = net.own_namespace()
     move = net.attribute(net.LINK_NS_FD, home.to_bytes(4, "little"))
-    attempt(what, lambda: inside_.change(link.index, move))
+    try_or_exit(operation, lambda: jail_socket.change(link.index, move))
     os.close(home)
 
 
 # ---- bridge: ifbridge.c, sys/net/if_bridge.c ----------------------------------------------------------------------
 
 
-def bridge(change: Change, word: str, value: str) -> None:
-    own, member = change.link(), change.net.link(value)
+def change_bridge(change: InterfaceChange, word: str, value: str) -> None:
+    bridge, member = change.link(), change.net.link(value)
     code = {"addm": "BRDGADD", "deletem": "BRDGDEL"}.get(word, "")
-    what = f"{code} {value}" if code else "unable to get bridge flags"
-    if own.driver != "bridge":
-        raise base.err(1, what, errno.EINVAL)
+    operation = f"{code} {value}" if code else "unable to get bridge flags"
+    if bridge.driver != "bridge":
+        raise base.err(1, operation, errno.EINVAL)
     if member is None:
-        raise base.err(1, what, errno.ENOENT)
+        raise base.err(1, operation, errno.ENOENT)
     if word == "addm":
         # bridge_ioctl_add(): EBUSY in another bridge, EEXIST in this one, EINVAL if it is not an Ethernet interface
         if member.master:
-            raise base.err(1, what, errno.EEXIST if member.master == own.index else errno.EBUSY)
-        if member.index == own.index or member.driver == "bridge" or member.flags & net.IFF_LOOPBACK:
-            raise base.err(1, what, errno.EINVAL)
-        attempt(what, lambda: change.net.change(member.index, net.number(net.LINK_MASTER, own.index)))
+            raise base.err(1, operation, errno.EEXIST if member.master == bridge.index else errno.EBUSY)
+        if member.index == bridge.index or member.driver == "bridge" or member.flags & net.IFF_LOOPBACK:
+            raise base.err(1, operation, errno.EINVAL)
+        try_or_exit(operation, lambda: change.net.change(member.index, net.number(net.LINK_MASTER, bridge.index)))
         return
-    if member.master != own.index:
-        raise base.err(1, what, errno.ENOENT)
+    if member.master != bridge.index:
+        raise base.err(1, operation, errno.ENOENT)
     if word == "deletem":
-        attempt(what, lambda: change.net.change(member.index, net.number(net.LINK_MASTER, 0)))
+        try_or_exit(operation, lambda: change.net.change(member.index, net.number(net.LINK_MASTER, 0)))
     else:
-        attempt("unable to set bridge flags", lambda: change.net.isolate(member.index, word == "private"))
+        try_or_exit("unable to set bridge flags", lambda: change.net.isolate(member.index, word == "private"))
 
 
 # ---- addresses: af_inet.c, af_inet6.c, af_link.c --------------------------------------------------------------------
 
 
-def addresses(change: Change) -> None:
-    """The deferred part of ifconfig(): sets or removes the addresses."""
+def apply_addresses(change: InterfaceChange) -> None:
+    """Set or remove the addresses, which ifconfig() does after the other parameters."""
     if not change.address:
         if change.alias < 0 or change.netmask or change.prefix is not None:
             raise base.unsupported("a mask, or -alias, without an address")
@@ -414,34 +416,34 @@ def addresses(change: Change) -> None:
     link = change.link()
     if change.family in ("ether", "link", "lladdr"):
         mac = parse_mac(change.address)
-        attempt("ioctl (SIOCAIFADDR)", lambda: change.net.change(link.index, net.attribute(net.LINK_ADDRESS, mac)))
+        try_or_exit("ioctl (SIOCAIFADDR)", lambda: change.net.change(link.index, net.attribute(net.LINK_ADDRESS, mac)))
         return
     family, size = (_socket.AF_INET, 32) if change.family == "inet" else (_socket.AF_INET6, 128)
     address, prefix = parse_address(change, family, size)
-    present = [each for each in change.net.addresses() if each.index == link.index and each.family == family]
+    existing = [each for each in change.net.addresses() if each.index == link.index and each.family == family]
     if change.alias < 0:
-        found = [each for each in present if each.address == address]
-        if not found:
+        matching = [each for each in existing if each.address == address]
+        if not matching:
             raise base.err(1, "ioctl (SIOCDIFADDR)", errno.EADDRNOTAVAIL)
-        change.net.address(net.DELADDR, link.index, family, found[0].prefix, address)
+        change.net.address(net.DELADDR, link.index, family, matching[0].prefix, address)
         return
-    if change.alias == 0 and family == _socket.AF_INET and present:
+    if change.alias == 0 and family == _socket.AF_INET and existing:
         # "clearaddr": without alias the first address is replaced
-        change.net.address(net.DELADDR, link.index, family, present[0].prefix, present[0].address)
+        change.net.address(net.DELADDR, link.index, family, existing[0].prefix, existing[0].address)
     broadcast = broadcast_of(change, address, prefix) if family == _socket.AF_INET else b""
     loopback = bool(link.flags & net.IFF_LOOPBACK)
-    attempt(
+    try_or_exit(
         "ioctl (SIOCAIFADDR)",
         lambda: change.net.address(net.NEWADDR, link.index, family, prefix, address, b"" if loopback else broadcast),
     )
-    if not link.flags & net.IFF_UP:  # in_aifaddr_ioctl() → ether_ioctl(SIOCSIFADDR): an address brings it up
+    if not link.flags & net.IFF_UP:  # Setting an address sets the interface up: ether_ioctl(SIOCSIFADDR).
         change.net.change(link.index, up=True)
         if loopback and address != b"\x7f\0\0\1":
             drop_loopback(change, link)
 
 
 def parse_mac(text: str) -> bytes:
-    """af_link.c, link_addr(3): six groups of one or two hexadecimal digits."""
+    """Parse six groups of one or two hexadecimal digits. See af_link.c and link_addr(3)."""
     try:
         parts = text.replace("-", ":").split(":")
         if len(parts) == 6 and all(0 < len(part) < 3 for part in parts):
@@ -451,8 +453,8 @@ def parse_mac(text: str) -> bytes:
     raise base.errx(1, "malformed link-level address")
 
 
-def parse_address(change: Change, family: int, size: int) -> tuple[bytes, int]:
-    """in_getaddr(), in6_getaddr()."""
+def parse_address(change: InterfaceChange, family: int, size: int) -> tuple[bytes, int]:
+    """Return the address and the prefix length. See in_getaddr() and in6_getaddr()."""
     text, slash, length = change.address.partition("/")
     prefix = change.prefix
     if slash:
@@ -467,8 +469,8 @@ def parse_address(change: Change, family: int, size: int) -> tuple[bytes, int]:
         prefix = parse_mask(change.netmask)
     if prefix is None and family == _socket.AF_INET:
         if change.alias >= 0:  # in_postproc(): "newaddr"
-            words = "WARNING: setting interface address without mask is deprecated,\ndefault mask may not be correct."
-            base.warnx(words)
+            warning = "WARNING: setting interface address without mask is deprecated,\ndefault mask may not be correct."
+            base.warnx(warning)
         prefix = 8 if address[0] < 128 else 16 if address[0] < 192 else 24
     if prefix is None:
         prefix = 64  # in6_getprefix() never called: the kernel's default for inet6
@@ -486,7 +488,7 @@ def parse_mask(text: str) -> int:
     raise base.errx(1, f"{text}: bad value")
 
 
-def broadcast_of(change: Change, address: bytes, prefix: int) -> bytes:
+def broadcast_of(change: InterfaceChange, address: bytes, prefix: int) -> bytes:
     if change.broadcast:
         try:
             return bytes(_socket.inet_aton(change.broadcast))
@@ -499,22 +501,22 @@ def broadcast_of(change: Change, address: bytes, prefix: int) -> bytes:
 # ---- listing --------------------------------------------------------------------------------------------------------
 
 
-def list_group(conversation: net.Net, name: str) -> int:
-    """ifgroup.c printgroup(): one name a line."""
-    members = [link.name for link in conversation.links() if name in ("all", *link.groups)]
+def list_group(netlink: net.NetlinkSocket, name: str) -> int:
+    """Print the members of a group, one per line. See printgroup() in ifgroup.c."""
+    members = [link.name for link in netlink.links() if name in ("all", *link.groups)]
     if not members:
         raise SystemExit(1)  # "if (errno == EINVAL || errno == ENOTTY || errno == ENOENT) exit(exit_code)"
     for member in members:
-        base.say(member)
+        base.print_line(member)
     return 0
 
 
-def list_interfaces(conversation: net.Net, option_letters: set[str], group_: str, family: str) -> int:
-    links = conversation.links()
+def list_interfaces(netlink: net.NetlinkSocket, option_letters: set[str], group_: str, family: str) -> int:
+    links = netlink.links()
     names = []
     for link in links:
-        up = bool(link.flags & net.IFF_UP)
-        if ("u" in option_letters and not up) or ("d" in option_letters and up):
+        is_up = bool(link.flags & net.IFF_UP)
+        if ("u" in option_letters and not is_up) or ("d" in option_letters and is_up):
             continue
         if group_ and group_ not in ("all", *link.groups):
             continue
@@ -522,13 +524,13 @@ def list_interfaces(conversation: net.Net, option_letters: set[str], group_: str
             continue
         names.append(link.name)
     if family in ("inet", "inet6"):
-        wanted = _socket.AF_INET if family == "inet" else _socket.AF_INET6
-        having = {address.index for address in conversation.addresses() if address.family == wanted}
-        names = [link.name for link in links if link.name in names and link.index in having]
+        address_family = _socket.AF_INET if family == "inet" else _socket.AF_INET6
+        indexes = {address.index for address in netlink.addresses() if address.family == address_family}
+        names = [link.name for link in links if link.name in names and link.index in indexes]
     if "l" in option_letters:
-        base.say(" ".join(names))
+        base.print_line(" ".join(names))
         return 0
-    return show(conversation, links, names, family)
+    return show(netlink, links, names, family)
 
 
 # sys/net/if.h IFF_*, in the order of IFFBITS
@@ -545,27 +547,27 @@ FLAGS = [
 
 
 def flags_of(link: net.Link) -> int:
-    up = bool(link.flags & net.IFF_UP)
-    value = (0x1 | 0x40 if up else 0) | 0x8000 | (0x8 if link.flags & net.IFF_LOOPBACK else 0x2 | 0x800)
+    is_up = bool(link.flags & net.IFF_UP)
+    value = (0x1 | 0x40 if is_up else 0) | 0x8000 | (0x8 if link.flags & net.IFF_LOOPBACK else 0x2 | 0x800)
     value |= 0x100 if link.master else 0
     return value | (0x1000000 if link.flags & net.IFF_LOWER_UP else 0)
 
 
-def show(conversation: net.Net, links: list[net.Link], names: list[str], family: str) -> int:
-    """status() of ifconfig.c, with what each address family and driver adds."""
-    every = conversation.addresses()
-    isolated = conversation.isolated()
+def show(netlink: net.NetlinkSocket, links: list[net.Link], names: list[str], family: str) -> int:
+    """Print the interfaces ``names``. See status() in ifconfig.c."""
+    addresses = netlink.addresses()
+    isolated = netlink.isolated()
     for link in links:
         if link.name not in names:
             continue
         flags = flags_of(link)
         words = ",".join(word for bit, word in FLAGS if flags & bit)
-        base.say(f"{link.name}: flags={flags:x}<{words}> metric 0 mtu {link.mtu}")
+        base.print_line(f"{link.name}: flags={flags:x}<{words}> metric 0 mtu {link.mtu}")
         if link.description:
-            base.say(f"\tdescription: {link.description}")
+            base.print_line(f"\tdescription: {link.description}")
         if not link.flags & net.IFF_LOOPBACK and link.mac and family not in ("inet", "inet6"):
-            base.say(f"\tether {link.mac}")
-        for address in every:
+            base.print_line(f"\tether {link.mac}")
+        for address in addresses:
             if address.index == link.index:
                 show_address(address, link, family)
         if family:
@@ -573,10 +575,10 @@ def show(conversation: net.Net, links: list[net.Link], names: list[str], family:
         if link.driver == "bridge":
             show_bridge(link, links, isolated)
         if link.groups:
-            base.say("\tgroups: " + " ".join(link.groups))
+            base.print_line("\tgroups: " + " ".join(link.groups))
         if link.driver == "epair":
-            base.say("\tmedia: Ethernet 10Gbase-T (10Gbase-T <full-duplex>)")
-            base.say(f"\tstatus: {'active' if link.flags & net.IFF_LOWER_UP else 'no carrier'}")
+            base.print_line("\tmedia: Ethernet 10Gbase-T (10Gbase-T <full-duplex>)")
+            base.print_line(f"\tstatus: {'active' if link.flags & net.IFF_LOWER_UP else 'no carrier'}")
     return 0
 
 
@@ -586,24 +588,24 @@ def show_address(address: net.Address, link: net.Link, family: str) -> None:
         line = f"\tinet {address.text} netmask 0x{mask:08x}"
         if address.broadcast and not link.flags & net.IFF_LOOPBACK:
             line += f" broadcast {_socket.inet_ntop(address.family, address.broadcast)}"
-        base.say(line)
+        base.print_line(line)
     elif address.family == _socket.AF_INET6 and family in ("", "inet6"):
         local = address.text.startswith("fe80:")
         scope = f"%{link.name}" if local else ""
-        base.say(
+        base.print_line(
             f"\tinet6 {address.text}{scope} prefixlen {address.prefix}"
             + (f" scopeid 0x{link.index:x}" if local else "")
         )
 
 
 def show_bridge(link: net.Link, links: list[net.Link], isolated: set[int]) -> None:
-    """bridge_status() and bridge_interfaces()."""
-    base.say("\tid 00:00:00:00:00:00 priority 32768 hellotime 2 fwddelay 15")
-    base.say("\tmaxage 20 holdcnt 6 proto rstp maxaddr 2000 timeout 1200")
-    base.say("\troot id 00:00:00:00:00:00 priority 32768 ifcost 0 port 0")
+    """Print the status and the members of a bridge. See bridge_status() and bridge_interfaces()."""
+    base.print_line("\tid 00:00:00:00:00:00 priority 32768 hellotime 2 fwddelay 15")
+    base.print_line("\tmaxage 20 holdcnt 6 proto rstp maxaddr 2000 timeout 1200")
+    base.print_line("\troot id 00:00:00:00:00:00 priority 32768 ifcost 0 port 0")
     for member in links:
         if member.master == link.index:
-            private = member.index in isolated
-            words = "LEARNING,DISCOVER,AUTOEDGE,AUTOPTP" + (",PRIVATE" if private else "")
-            base.say(f"\tmember: {member.name} flags={0x143 | (0x800 if private else 0):x}<{words}>")
-            base.say(f"\t        ifmaxaddr 0 port {member.index} priority 128 path cost 2000")
+            is_private = member.index in isolated
+            words = "LEARNING,DISCOVER,AUTOEDGE,AUTOPTP" + (",PRIVATE" if is_private else "")
+            base.print_line(f"\tmember: {member.name} flags={0x143 | (0x800 if is_private else 0):x}<{words}>")
+            base.print_line(f"\t        ifmaxaddr 0 port {member.index} priority 128 path cost 2000")

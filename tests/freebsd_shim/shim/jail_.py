@@ -1,4 +1,4 @@
-"""jail(8). Order and messages: usr.sbin/jail/{jail,config,command,state}.c; there is no jail.conf."""
+"""jail(8), without support for jail.conf. Order and messages: usr.sbin/jail/{jail,config,command,state}.c."""
 
 from __future__ import annotations
 
@@ -49,9 +49,9 @@ PSEUDO = {
     "vnet.interface": "",
     "zfs.dataset": "",
 }
-# Accepted and, as for a jail from the command line on FreeBSD, without effect: only "jail -r" with jail.conf uses them.
+# Accepted without effect, as for any jail without jail.conf: only "jail -r" with jail.conf uses them.
 ONLY_AT_STOP = {"exec.stop", "exec.prestop", "exec.poststop", "exec.release", "stop.timeout"}
-BUILT = ONLY_AT_STOP | {
+SUPPORTED = ONLY_AT_STOP | {
     "command",
     "exec.clean",
     "exec.poststart",
@@ -62,74 +62,79 @@ BUILT = ONLY_AT_STOP | {
     "mount.devfs",
     "vnet.interface",
 }
-# command.c: a command with one of these goes through /bin/sh -c
-SHELL = set("!\"$&'()*;<>?[\\]`{|}~")
+# command.c: a command that contains one of these is run with /bin/sh -c
+SHELL_CHARACTERS = set("!\"$&'()*;<>?[\\]`{|}~")
 
 
-class Failed(Exception):
-    """The jail's work failed, and the error has been printed."""
+class StepFailed(Exception):
+    """A step failed. The error has been printed."""
 
 
-class Work:
-    """One jail in jail(8) (struct cfjail of a command line: it has no name to print)."""
+class JailConfig:
+    """The configuration of one jail, from the command line (struct cfjail)."""
 
     def __init__(self) -> None:
-        self.given: dict[str, list[str]] = {}
+        self.settings: dict[str, list[str]] = {}
         self.values: dict[str, object] = {}
         self.jail: prison.Jail | None = None
 
     def add(self, word: str) -> None:
-        """config.c add_param(): later values are appended to earlier ones; without a value they replace them."""
+        """Add a ``name=value`` argument. See add_param() in config.c.
+
+        A value is appended to earlier values of the parameter. An argument without a value removes these.
+        """
         name, equals, value = word.partition("=")
-        for known in list(self.given):
-            if same_option(known, name):
+        for existing in list(self.settings):
+            if is_same_option(existing, name):
                 if name in ("jid", "name"):
                     base.warnx(f'cannot redefine parameter "{name}".')
-                    raise Failed
-                values = self.given.pop(known)
-                self.given[name] = [*values, value] if equals else []
+                    raise StepFailed
+                values = self.settings.pop(existing)
+                self.settings[name] = [*values, value] if equals else []
                 return
-        self.given[name] = [value] if equals else []
+        self.settings[name] = [value] if equals else []
 
     def last(self, name: str) -> str | None:
-        values = self.given.get(name)
+        values = self.settings.get(name)
         return values[-1] if values else None
 
     def flag(self, name: str) -> bool:
-        """config.c bool_param()."""
-        for known, values in self.given.items():
-            if same_option(known, name):
-                on = not values or values[-1].lower() == "true" or (prison.is_integer(values[-1]) and int(values[-1]))
-                return bool(on) != (known != name)
+        """Return whether a boolean parameter is set. See bool_param() in config.c."""
+        for existing, values in self.settings.items():
+            if is_same_option(existing, name):
+                is_on = (
+                    not values or values[-1].lower() == "true" or (prison.is_integer(values[-1]) and int(values[-1]))
+                )
+                return bool(is_on) != (existing != name)
         return False
 
-    def check(self) -> None:
-        """check_intparams() and import_params()."""
-        bad = False
-        for name, values in self.given.items():
-            own = name if name in PSEUDO else prison.positive(name) or name
-            if own not in PSEUDO:
+    def check_settings(self) -> None:
+        """Check and convert the settings. See check_intparams() and import_params()."""
+        has_errors = False
+        for name, values in self.settings.items():
+            option = name if name in PSEUDO else prison.strip_no(name) or name
+            if option not in PSEUDO:
                 try:
                     key, value = prison.convert(name, values[-1] if values else None)
                     self.values[key] = value
                 except prison.JailError as error:
                     base.warnx(str(error))
-                    bad = True
+                    has_errors = True
                 continue
-            kind, value = PSEUDO[own], values[-1] if values else None
-            if value is not None and kind == "B" and not boolean(value):
+            type_, value = PSEUDO[option], values[-1] if values else None
+            if value is not None and type_ == "B" and not is_boolean(value):
                 base.warnx(f'{name}: unknown boolean value "{value}"')
-                bad = True
-            elif value is not None and kind == "I" and not prison.is_integer(value):
+                has_errors = True
+            elif value is not None and type_ == "I" and not prison.is_integer(value):
                 base.warnx(f'{name}: non-integer value "{value}"')
-                bad = True
-            elif own not in BUILT:
-                raise base.unsupported(f"the parameter {own}")
-        if bad:
-            raise Failed
+                has_errors = True
+            elif option not in SUPPORTED:
+                raise base.unsupported(f"the parameter {option}")
+        if has_errors:
+            raise StepFailed
 
     def running(self) -> prison.Jail | None:
-        """running_jid(): the live jail of that jid or name."""
+        """Return the running jail with this jid or name. See running_jid()."""
         key = self.last("jid") or self.last("name")
         try:
             return prison.find(key) if key else None
@@ -140,13 +145,13 @@ class Work:
         return self.last("jid") or self.last("name") or ""
 
 
-def boolean(value: str) -> bool:
+def is_boolean(value: str) -> bool:
     return value.lower() in ("true", "false") or prison.is_integer(value)
 
 
-def same_option(one: str, other: str) -> bool:
-    """config.c equalopts(): with or without "no"."""
-    return one == other or prison.positive(one) == other or prison.positive(other) == one
+def is_same_option(first: str, second: str) -> bool:
+    """Return whether two names mean the same option, with or without "no". See equalopts() in config.c."""
+    return first == second or prison.strip_no(first) == second or prison.strip_no(second) == first
 
 
 def main(argv: list[str]) -> int:
@@ -158,18 +163,18 @@ def main(argv: list[str]) -> int:
     for letter in option_letters:
         if letter in "efhJlpuUv":
             raise base.unsupported(f"-{letter}")
-    work = Work()
-    conf = True
+    config = JailConfig()
+    may_use_jail_conf = True
     for letter, value in options:
         if letter in "ns":
-            work.add(("name=" if letter == "n" else "securelevel=") + value)
-            conf = False
+            config.add(("name=" if letter == "n" else "securelevel=") + value)
+            may_use_jail_conf = False
     operations = {letter for letter in option_letters if letter in "cmrR"}
     if "d" in option_letters:
         base.warnx("the 'allow.dying' parameter and '-d' flag are deprecated and have no effect.")
     quiet = -1 if "i" in option_letters or "q" in option_letters else 0
     if operations and operations <= {"r", "R"}:
-        return stop(rest, conf, "R" in operations, quiet)
+        return stop(rest, may_use_jail_conf, "R" in operations, quiet)
     if not operations:
         if len(rest) < 4 or not rest[0].startswith("/"):
             raise base.usage(USAGE)
@@ -177,200 +182,205 @@ def main(argv: list[str]) -> int:
     if operations - {"c"} and operations - {"m"}:
         raise base.unsupported("-" + "".join(sorted(operations)) + " together")
     if not (len(rest) > 1 or (len(rest) == 1 and "=" in rest[0])):
-        if not conf:
+        if not may_use_jail_conf:
             raise base.usage(USAGE)
         # "From the config file": config.c load_config() → err(1, "%s", cfname)
         raise base.err(1, "/etc/jail.conf", 2)
     try:
-        gather(work, rest)
+        collect_settings(config, rest)
         if operations == {"c"}:
-            return start(work, "i" in option_letters)
-        return update(work)
-    except Failed:
+            return start(config, "i" in option_letters)
+        return update(config)
+    except StepFailed:
         return 1
 
 
-def gather(work: Work, words: list[str]) -> None:
-    """jail.c main(): "command" takes all following words."""
-    for at, word in enumerate(words):
+def collect_settings(config: JailConfig, words: list[str]) -> None:
+    """Add the arguments to the configuration. ``command`` consumes all following words. See main() in jail.c."""
+    for index, word in enumerate(words):
         if word == "command" or word.startswith("command="):
-            work.given["command"] = ([word[8:]] if "=" in word else []) + words[at + 1 :]
+            config.settings["command"] = ([word[8:]] if "=" in word else []) + words[index + 1 :]
             return
-        work.add(word)
+        config.add(word)
 
 
 # ---- jail -c ----------------------------------------------------------------------------------------------------
 
 
-def start(work: Work, print_jid: bool) -> int:
-    """The commands of startcommands[] in order; a failure undoes the previous ones in reverse order."""
-    work.check()
-    if work.running() is not None:
-        base.warnx(f'"{work.label()}" already exists')
+def start(config: JailConfig, print_jid: bool) -> int:
+    """Run the steps of startcommands[]. If one fails, undo it and the previous ones in reverse order."""
+    config.check_settings()
+    if config.running() is not None:
+        base.warnx(f'"{config.label()}" already exists')
         return 1
     steps = [
-        ("mount", lambda one: mount_line(work, one)),
-        ("mount.devfs", lambda _: mount_devfs(work)),
-        ("exec.prestart", lambda one: command(work, one, inside=False)),
-        ("", lambda _: create(work, print_jid)),
-        ("vnet.interface", lambda one: interface(work, one)),
-        ("exec.start", lambda one: command(work, one, inside=True)),
-        ("command", lambda _: command_words(work)),
-        ("exec.poststart", lambda one: command(work, one, inside=False)),
+        ("mount", lambda value: mount_fstab_line(config, value)),
+        ("mount.devfs", lambda _: mount_devfs(config)),
+        ("exec.prestart", lambda value: run_command(config, value, inside=False)),
+        ("", lambda _: create_jail(config, print_jid)),
+        ("vnet.interface", lambda value: move_interface(config, value)),
+        ("exec.start", lambda value: run_command(config, value, inside=True)),
+        ("command", lambda _: run_command_words(config)),
+        ("exec.poststart", lambda value: run_command(config, value, inside=False)),
     ]
-    done: list[tuple[str, str]] = []
+    completed_steps: list[tuple[str, str]] = []
     try:
         for name, step in steps:
-            for one in operations_of(work, name):
-                done.append((name, one))  # the failed step is undone, too: next_command(create_failed)
-                step(one)
-    except Failed:
-        for name, one in reversed(done):
-            undo(work, name, one)
+            for value in step_values(config, name):
+                completed_steps.append((name, value))  # A failed step is also undone: next_command(create_failed).
+                step(value)
+    except StepFailed:
+        for name, value in reversed(completed_steps):
+            undo_step(config, name, value)
         return 1
-    clear_persist(work)
+    clear_persist(config)
     return 0
 
 
-def operations_of(work: Work, name: str) -> list[str]:
-    """One for each value; the operation, mount.devfs and the command run once."""
+def step_values(config: JailConfig, name: str) -> list[str]:
+    """Return the values for which to run a step. Creating the jail, mount.devfs and the command run at most once."""
     if name == "":
         return [""]
     if name == "mount.devfs":
-        return [""] if work.flag(name) else []
+        return [""] if config.flag(name) else []
     if name == "command":
-        return [""] if work.given.get(name) else []
-    return [one for one in work.given.get(name, []) if one]
+        return [""] if config.settings.get(name) else []
+    return [value for value in config.settings.get(name, []) if value]
 
 
-def mount_line(work: Work, line: str) -> None:
+def mount_fstab_line(config: JailConfig, line: str) -> None:
     from shim import mount_
 
     words = line.split()
     if len(words) < 3:
         base.warnx(f"mount: {line}: missing information")
-        raise Failed
-    check_path(work, "mount", words[1])
+        raise StepFailed
+    check_path(config, "mount", words[1])
     arguments = ["-t", words[2], *(["-o", words[3]] if len(words) > 3 else []), words[0], words[1]]
-    call(mount_.main, "mount", "/sbin/mount", arguments)
+    run_shim_command(mount_.main, "mount", "/sbin/mount", arguments)
 
 
-def mount_devfs(work: Work) -> None:
+def mount_devfs(config: JailConfig) -> None:
     from shim import mount_
 
-    path = work.last("path")
+    path = config.last("path")
     if path is None:
         base.warnx("mount.devfs: no jail root path defined")
-        raise Failed
-    check_path(work, "mount.devfs", f"{path}/dev")
-    ruleset = work.last("devfs_ruleset") or "4"  # "devfsrules_jail"
-    call(mount_.main, "mount", "/sbin/mount", ["-t", "devfs", f"-oruleset={ruleset}", ".", f"{path}/dev"])
+        raise StepFailed
+    check_path(config, "mount.devfs", f"{path}/dev")
+    ruleset = config.last("devfs_ruleset") or "4"  # "devfsrules_jail"
+    run_shim_command(mount_.main, "mount", "/sbin/mount", ["-t", "devfs", f"-oruleset={ruleset}", ".", f"{path}/dev"])
 
 
-def check_path(work: Work, name: str, path: str) -> None:
-    """command.c check_path(): absolute, and without symbolic links below the jail's path."""
+def check_path(config: JailConfig, name: str, path: str) -> None:
+    """Check that a path is absolute and has no symbolic links below the jail's path. See check_path() in command.c."""
     if not path.startswith("/"):
         base.warnx(f"{name}: {path}: not an absolute pathname")
-        raise Failed
-    root = work.last("path") or ""
+        raise StepFailed
+    root = config.last("path") or ""
     if not path.startswith(root + "/"):
         return
-    where = root
+    current = root
     for part in path[len(root) + 1 :].split("/"):
-        where += "/" + part
+        current += "/" + part
         try:
-            mode = os.lstat(where).st_mode
+            mode = os.lstat(current).st_mode
         except OSError as error:
-            base.warnx(f"{name}: {where}: {base.strerror(error.errno or 0)}")
-            raise Failed from None
+            base.warnx(f"{name}: {current}: {base.strerror(error.errno or 0)}")
+            raise StepFailed from None
         if stat.S_ISLNK(mode):
-            base.warnx(f"{name}: {where} is a symbolic link")
-            raise Failed
+            base.warnx(f"{name}: {current} is a symbolic link")
+            raise StepFailed
 
 
-def create(work: Work, print_jid: bool) -> None:
-    """jail.c create_jail()."""
-    path = work.last("path")
+def create_jail(config: JailConfig, print_jid: bool) -> None:
+    """Create the jail. See create_jail() in jail.c."""
+    path = config.last("path")
     if path is not None:
         try:
             if not stat.S_ISDIR(os.stat(path).st_mode):
                 base.warnx(f"path {path}: Not a directory")
-                raise Failed
+                raise StepFailed
         except OSError as error:
             base.warnx(f"path {path}: {base.strerror(error.errno or 0)}")
-            raise Failed from None
-    values = dict(work.values)
-    if any(work.given.get(name) for name in ("exec.start", "command", "exec.poststart")):
+            raise StepFailed from None
+    values = dict(config.values)
+    if any(config.settings.get(name) for name in ("exec.start", "command", "exec.poststart")):
         values["persist"] = True  # 'except that "persist" is always set when there are commands to run later'
     try:
-        work.jail = prison.create(values)
+        config.jail = prison.create(values)
     except prison.JailError as error:
         base.warnx(str(error))
-        raise Failed from None
+        raise StepFailed from None
     if print_jid:
-        base.say(str(work.jail["jid"]))
+        base.print_line(str(config.jail["jid"]))
         sys.stdout.flush()
 
 
-def interface(work: Work, name: str) -> None:
+def move_interface(config: JailConfig, name: str) -> None:
     from shim import ifconfig_
 
-    assert work.jail is not None
-    call(ifconfig_.main, "ifconfig", "/sbin/ifconfig", [name, "vnet", work.label() or str(work.jail["jid"])])
+    assert config.jail is not None
+    run_shim_command(
+        ifconfig_.main, "ifconfig", "/sbin/ifconfig", [name, "vnet", config.label() or str(config.jail["jid"])]
+    )
 
 
-def call(main_: object, prog: str, shown: str, arguments: list[str]) -> None:
-    """Run another command of the shim in this process; its failure is reported like that of any command."""
-    own, base.PROG = base.PROG, prog
+def run_shim_command(main_function: object, prog: str, display_name: str, arguments: list[str]) -> None:
+    """Run another command of the shim in this process. Reports a failure as if it were a separate process."""
+    own_program, base.PROG = base.PROG, prog
     try:
-        code = main_(arguments)  # type: ignore[operator]
+        code = main_function(arguments)  # type: ignore[operator]
     except SystemExit as exit_:
         if exit_.code == 70:
             raise
         code = exit_.code
     finally:
-        base.PROG = own
+        base.PROG = own_program
     if code:
-        base.warnx(f"{shown} {' '.join(arguments)}: failed")
-        raise Failed
+        base.warnx(f"{display_name} {' '.join(arguments)}: failed")
+        raise StepFailed
 
 
-def command(work: Work, line: str, *, inside: bool) -> None:
-    """command.c run_command(), default_command: through the shell only if necessary; a final "&" means background."""
-    at = next((place for place, letter in enumerate(line) if letter in SHELL), -1)
-    background = at >= 0 and line[at:] == "&"
-    plain = (line[:at] if background else line).split()
-    words = ["/bin/sh", "-c", line] if at >= 0 and not background else plain
+def run_command(config: JailConfig, line: str, *, inside: bool) -> None:
+    """Run a command, with a shell only if necessary. See run_command() in command.c.
+
+    If "&" at the end is the only special character, run the command in the background without a shell.
+    """
+    index = next((index for index, letter in enumerate(line) if letter in SHELL_CHARACTERS), -1)
+    background = index >= 0 and line[index:] == "&"
+    plain = (line[:index] if background else line).split()
+    words = ["/bin/sh", "-c", line] if index >= 0 and not background else plain
     if words:
-        execute(work, words, inside=inside, background=background)
+        execute(config, words, inside=inside, background=background)
 
 
-def command_words(work: Work) -> None:
-    execute(work, work.given["command"], inside=True, background=False)
+def run_command_words(config: JailConfig) -> None:
+    execute(config, config.settings["command"], inside=True, background=False)
 
 
-def execute(work: Work, words: list[str], *, inside: bool, background: bool) -> None:
-    limit = int(work.last("exec.timeout") or 0)
-    shown = " ".join(words)
+def execute(config: JailConfig, words: list[str], *, inside: bool, background: bool) -> None:
+    limit = int(config.last("exec.timeout") or 0)
+    display_name = " ".join(words)
     child = os.fork()
     if child == 0:
-        work_in_child(work, words, inside, background)
+        run_in_child(config, words, inside, background)
     if background:
         return
     status = wait_for_child(child, limit)
     if status is None:
-        base.warnx(f"{shown}: timed out")
-        raise Failed
+        base.warnx(f"{display_name}: timed out")
+        raise StepFailed
     if os.WIFSIGNALED(status):
-        base.warnx(f"{shown}: exited on signal {os.WTERMSIG(status)}")
-        raise Failed
+        base.warnx(f"{display_name}: exited on signal {os.WTERMSIG(status)}")
+        raise StepFailed
     if os.WEXITSTATUS(status):
-        base.warnx(f"{shown}: failed")
-        raise Failed
+        base.warnx(f"{display_name}: failed")
+        raise StepFailed
 
 
 def wait_for_child(child: int, limit: int) -> int | None:
-    """The child's wait status; None if it is not done after ``limit`` seconds (0: wait forever). It is not killed."""
+    """Return the wait status of a child process, or None if it still runs after ``limit`` seconds (0: no limit)."""
     if not limit:
         return os.waitpid(child, 0)[1]
     import select
@@ -383,8 +393,8 @@ def wait_for_child(child: int, limit: int) -> int | None:
     return os.waitpid(child, 0)[1] if ready else None
 
 
-def work_in_child(work: Work, words: list[str], inside: bool, background: bool) -> None:
-    """The forked half of run_command(). Never returns."""
+def run_in_child(config: JailConfig, words: list[str], inside: bool, background: bool) -> None:
+    """Run a command in the forked child. Never returns. See run_command() in command.c."""
     from shim import jexec_
 
     code = 1
@@ -392,13 +402,13 @@ def work_in_child(work: Work, words: list[str], inside: bool, background: bool) 
         if background:
             os.setsid()
         if inside:
-            assert work.jail is not None
-            child = prison.attach(work.jail, bound=not background)
+            assert config.jail is not None
+            child = prison.attach(config.jail, end_with_caller=not background)
             if child:
-                jexec_.represent(child)
+                jexec_.proxy_process(child)
             if background and os.fork():
-                os._exit(0)  # so that the command is the holder's child, not one of the host's init
-        if work.flag("exec.clean"):
+                os._exit(0)  # The command becomes a child of the holder, not of the host's init.
+        if config.flag("exec.clean"):
             environ = {"PATH": "/bin:/usr/bin", "USER": "root", "HOME": "/root", "SHELL": "/bin/sh"}
             if "TERM" in os.environ:
                 environ["TERM"] = os.environ["TERM"]
@@ -416,32 +426,32 @@ def work_in_child(work: Work, words: list[str], inside: bool, background: bool) 
         os._exit(code)
 
 
-def undo(work: Work, name: str, one: str) -> None:
-    """startcommands[] in reverse order after a failure."""
+def undo_step(config: JailConfig, name: str, value: str) -> None:
+    """Undo a step of startcommands[]."""
     from shim import ifconfig_, mount_
 
     try:
-        if name == "" and work.jail is not None:
-            prison.remove(work.jail)
-        elif name == "vnet.interface" and work.jail is not None:
-            call(ifconfig_.main, "ifconfig", "/sbin/ifconfig", [one, "-vnet", work.label()])
-        elif name == "mount.devfs" and mount_.is_mounted(f"{work.last('path')}/dev", "devfs"):
-            call(mount_.umount_main, "umount", "/sbin/umount", [f"{work.last('path')}/dev"])
-        elif name == "mount" and mount_.is_mounted(one.split()[1], one.split()[2]):
-            call(mount_.umount_main, "umount", "/sbin/umount", [one.split()[1]])
-    except (Failed, IndexError):
+        if name == "" and config.jail is not None:
+            prison.remove(config.jail)
+        elif name == "vnet.interface" and config.jail is not None:
+            run_shim_command(ifconfig_.main, "ifconfig", "/sbin/ifconfig", [value, "-vnet", config.label()])
+        elif name == "mount.devfs" and mount_.is_mounted(f"{config.last('path')}/dev", "devfs"):
+            run_shim_command(mount_.umount_main, "umount", "/sbin/umount", [f"{config.last('path')}/dev"])
+        elif name == "mount" and mount_.is_mounted(value.split()[1], value.split()[2]):
+            run_shim_command(mount_.umount_main, "umount", "/sbin/umount", [value.split()[1]])
+    except (StepFailed, IndexError):
         return
 
 
-def clear_persist(work: Work) -> None:
-    """jail.c clear_persist(): a jail without persist is removed unless a process runs in it."""
-    assert work.jail is not None
-    if work.values.get("persist"):
+def clear_persist(config: JailConfig) -> None:
+    """Remove a jail without persist, unless a process runs in it. See clear_persist() in jail.c."""
+    assert config.jail is not None
+    if config.values.get("persist"):
         return
     with base.locked():
         state = prison.table()
         for jail in state["jails"]:
-            if jail["jid"] == work.jail["jid"]:
+            if jail["jid"] == config.jail["jid"]:
                 jail["params"]["persist"] = False
         base.save("jails", state)
         prison.table()
@@ -450,17 +460,17 @@ def clear_persist(work: Work) -> None:
 # ---- jail -m ----------------------------------------------------------------------------------------------------
 
 
-def update(work: Work) -> int:
-    """JF_SET: rdtun_params(), then jail_set(JAIL_UPDATE)."""
-    work.check()
-    found = work.running()
-    if found is None:
-        base.warnx(f'"{work.label()}" not found' if work.label() else "no jail specified")
+def update(config: JailConfig) -> int:
+    """Change the parameters of a running jail. See rdtun_params() and jail_set(JAIL_UPDATE)."""
+    config.check_settings()
+    jail = config.running()
+    if jail is None:
+        base.warnx(f'"{config.label()}" not found' if config.label() else "no jail specified")
         return 1
-    changes = {key: value for key, value in work.values.items() if key != "jid"}
+    changes = {key: value for key, value in config.values.items() if key != "jid"}
     for key, value in changes.items():
-        now = found["path"] if key == "path" else found["params"].get(key)
-        if prison.PARAMS.get(key, "").endswith("+") and value != now:
+        current = jail["path"] if key == "path" else jail["params"].get(key)
+        if prison.PARAMS.get(key, "").endswith("+") and value != current:
             base.warnx(f"{key} cannot be changed after creation")
             return 1
     try:
@@ -470,14 +480,14 @@ def update(work: Work) -> int:
         return 1
     with base.locked():
         state = prison.table()
-        for jail in state["jails"]:
-            if jail["jid"] == found["jid"]:
-                jail["name"] = changes.pop("name", jail["name"])
+        for each in state["jails"]:
+            if each["jid"] == jail["jid"]:
+                each["name"] = changes.pop("name", each["name"])
                 changes.pop("path", None)
-                jail["params"].update(changes)
+                each["params"].update(changes)
         base.save("jails", state)
     if "host.hostname" in changes:
-        rename_host(found, str(changes["host.hostname"]))
+        rename_host(jail, str(changes["host.hostname"]))
     return 0
 
 
@@ -499,28 +509,28 @@ def rename_host(jail: prison.Jail, hostname: str) -> None:
 # ---- jail -r, -R ------------------------------------------------------------------------------------------------
 
 
-def stop(names: list[str], conf: bool, by_force: bool, quiet: int) -> int:
-    """Without jail.conf, both -r and -R run stopcommands[] without parameters: exec.stop is no longer known."""
-    if not conf or not names:
+def stop(names: list[str], may_use_jail_conf: bool, force: bool, quiet: int) -> int:
+    """Remove jails. Without jail.conf, -r and -R do the same, because jail(8) does not know exec.stop any more."""
+    if not may_use_jail_conf or not names:
         raise base.usage(USAGE)
-    if not by_force and any("=" in name for name in names):
+    if not force and any("=" in name for name in names):
         raise base.usage(USAGE)
-    note = len(names) > 1 or "*" in names
-    code, chosen = 0, []
+    show_names = len(names) > 1 or "*" in names
+    status, jails = 0, []
     for name in names:
         if name == "*":
             # state.c start_state(): -r matches "*" against jail.conf, -R against running jails
-            chosen += [jail for jail in prison.table()["jails"] if by_force and not jail["dying"]]
+            jails += [jail for jail in prison.table()["jails"] if force and not jail["dying"]]
             continue
         try:
-            chosen.append(prison.find(name, dying=True))
+            jails.append(prison.find(name, dying=True))
         except prison.JailError:
             base.warnx(f'"{name}" not found')
-            code = 1
-    for jail in chosen:
+            status = 1
+    for jail in jails:
         if not jail["dying"]:
-            prison.terminate(jail, 10)  # DEFAULT_STOP_TIMEOUT: stop.timeout belonged to jail(8) alone, and is lost
+            prison.terminate(jail, 10)  # DEFAULT_STOP_TIMEOUT, because stop.timeout is not stored in the kernel.
             prison.remove(jail)
-        if note and quiet == 0:
-            base.say(f"{jail['name']}: removed")
-    return code
+        if show_names and quiet == 0:
+            base.print_line(f"{jail['name']}: removed")
+    return status

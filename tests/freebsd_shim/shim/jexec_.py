@@ -31,7 +31,7 @@ class User:
 
 
 def find_user(name: str) -> User:
-    """get_user_info(): from /etc/passwd in this process's root. Without a name: the caller."""
+    """Return a user from /etc/passwd in the current root directory; "" means the caller. See get_user_info()."""
     try:
         with open("/etc/passwd") as file:
             for line in file:
@@ -44,16 +44,16 @@ def find_user(name: str) -> User:
 
 
 def groups_of(user: User) -> list[int]:
-    found = [user.gid]
+    group_ids = [user.gid]
     try:
         with open("/etc/group") as file:
             for line in file:
                 fields = line.rstrip("\n").split(":")
                 if len(fields) == 4 and user.name in fields[3].split(","):
-                    found.append(int(fields[2]))
+                    group_ids.append(int(fields[2]))
     except OSError:
         pass
-    return found
+    return group_ids
 
 
 def main(argv: list[str]) -> int:
@@ -61,32 +61,32 @@ def main(argv: list[str]) -> int:
         options, rest = base.getopt(argv, "d:lnu:U:")
     except base.BadOption:
         raise base.usage(USAGE) from None
-    chosen = dict(options)
-    clean, directory = "l" in chosen, chosen.get("d", "/")
-    if not rest or ("u" in chosen and "U" in chosen):
+    values = dict(options)
+    clean_environment, directory = "l" in values, values.get("d", "/")
+    if not rest or ("u" in values and "U" in values):
         raise base.usage(USAGE)
     user = groups = None
-    if "u" in chosen or (clean and "U" not in chosen):
-        user = find_user(chosen.get("u", ""))  # "User info from the home environment"
+    if "u" in values or (clean_environment and "U" not in values):
+        user = find_user(values.get("u", ""))  # "User info from the home environment"
         groups = groups_of(user)
     try:
         jail = prison.find(rest[0])
     except prison.JailError as error:
         raise base.errx(1, str(error)) from None
-    before = _signal.pthread_sigmask(_signal.SIG_BLOCK, FORWARDED)
+    old_mask = _signal.pthread_sigmask(_signal.SIG_BLOCK, FORWARDED)
     child = prison.attach(jail)
     if child:
-        represent(child)
-    _signal.pthread_sigmask(_signal.SIG_SETMASK, before)
+        proxy_process(child)
+    _signal.pthread_sigmask(_signal.SIG_SETMASK, old_mask)
     try:
         os.chdir(directory)
     except OSError as error:
         raise base.err(1, f"chdir(): {directory}", error.errno or 0) from None
-    if "U" in chosen:
-        user = find_user(chosen["U"])  # "User info from the jail environment"
+    if "U" in values:
+        user = find_user(values["U"])  # "User info from the jail environment"
         groups = groups_of(user)
     if user is not None:
-        become(user, groups or [], clean, "u" in chosen or "U" in chosen, keep_directory="d" in chosen)
+        switch_user(user, groups or [], clean_environment, "u" in values or "U" in values, keep_directory="d" in values)
     words = rest[1:] or [os.environ.get("SHELL", "/bin/sh"), "-i"]
     try:
         os.execvp(words[0], words)
@@ -94,33 +94,34 @@ def main(argv: list[str]) -> int:
         raise base.err(1, f"{'execvp' if rest[1:] else 'execlp'}: {words[0]}", error.errno or 0) from None
 
 
-def become(user: User, groups: list[int], clean: bool, named: bool, *, keep_directory: bool) -> None:
-    if clean:
+def switch_user(
+    user: User, groups: list[int], clean_environment: bool, switch_ids: bool, *, keep_directory: bool
+) -> None:
+    if clean_environment:
         term = os.environ.get("TERM")
         os.environ.clear()
         os.environ["PATH"] = "/bin:/usr/bin"
         if term is not None:
             os.environ["TERM"] = term
-    if named:
+    if switch_ids:
         os.setgroups(groups)
         os.setgid(user.gid)
         os.setuid(user.uid)
     os.environ.update(USER=user.name, HOME=user.home, SHELL=user.shell)
-    if clean and not keep_directory:
+    if clean_environment and not keep_directory:
         try:
             os.chdir(user.home)
         except OSError as error:
             raise base.err(1, f"chdir: {user.home}", error.errno or 0) from None
 
 
-def represent(child: int) -> None:
-    """Represent the process in the jail to the caller: forward signals to it, and end when it ends.
+def proxy_process(child: int) -> None:
+    """Forward signals to the process in the jail, and exit with its status. Never returns.
 
-    On FreeBSD jexec becomes the command; here a process cannot enter a pid namespace, only its child can. Never
-    returns.
+    On FreeBSD, jexec itself becomes the command. On Linux, a process cannot enter a pid namespace; only its child can.
     """
     for number in FORWARDED:
-        _signal.signal(number, lambda got, _: forward(child, got))
+        _signal.signal(number, lambda signal_number, _: forward(child, signal_number))
     _signal.pthread_sigmask(_signal.SIG_UNBLOCK, FORWARDED)
     _, status = os.waitpid(child, 0)
     sys.stdout.flush()

@@ -25,38 +25,40 @@ DEFAULTS = {
 
 
 def value(jail: prison.Jail, name: str) -> str:
-    """The parameter as jailparam_export() writes it; "" if it has no value."""
-    own, kind, no = prison.describe(name)
-    found: object
-    if own in ("jid", "name", "path"):
-        found = jail[own]
-    elif own == "cpuset.id":
-        found = jail["jid"] + 1
-    elif own == "dying":
-        found = bool(jail["dying"])
-    elif own in ("osrelease", "osreldate"):
+    """Return the text of a parameter's value, or "" if it has no value. See jailparam_export()."""
+    parameter, kind, is_negated = prison.look_up_parameter(name)
+    result: object
+    if parameter in ("jid", "name", "path"):
+        result = jail[parameter]
+    elif parameter == "cpuset.id":
+        result = jail["jid"] + 1
+    elif parameter == "dying":
+        result = bool(jail["dying"])
+    elif parameter in ("osrelease", "osreldate"):
         date = base.osreldate()
         release = f"{date // 100000}.{date // 1000 % 100}-RELEASE"
-        found = jail["params"].get(own, date if own == "osreldate" else release)
-    elif own in ("ip4", "ip6"):
-        found = jail["params"].get(own, "inherit" if not jail["vnet"] else "new")
+        result = jail["params"].get(parameter, date if parameter == "osreldate" else release)
+    elif parameter in ("ip4", "ip6"):
+        result = jail["params"].get(parameter, "inherit" if not jail["vnet"] else "new")
     else:
-        found = jail["params"].get(own, DEFAULTS.get(own, own in prison.ALLOWED if kind[0] == "B" else ""))
+        result = jail["params"].get(
+            parameter, DEFAULTS.get(parameter, parameter in prison.DEFAULT_ALLOW if kind[0] == "B" else "")
+        )
     if kind[0] == "B":
-        return "true" if bool(found) != no else "false"
-    return str(found)
+        return "true" if bool(result) != is_negated else "false"
+    return str(result)
 
 
-def quote(text: str, quoting: bool) -> str:
-    """quoted_print()."""
+def quote(text: str, enabled: bool) -> str:
+    """Quote a text if necessary. See quoted_print()."""
     if not text:
         return '""'
-    mark = '"' if "'" in text else "'" if '"' in text else '"' if " " in text or "\t" in text else ""
-    return mark + text + mark if mark and quoting else text
+    quote_character = '"' if "'" in text else "'" if '"' in text else '"' if " " in text or "\t" in text else ""
+    return quote_character + text + quote_character if quote_character and enabled else text
 
 
 def main(argv: list[str]) -> int:
-    argv, json = base.take_libxo(argv)
+    argv, json = base.parse_libxo(argv)
     try:
         options, names = base.getopt(argv, "adj:hNnqsv")
     except base.BadOption:
@@ -71,13 +73,13 @@ def main(argv: list[str]) -> int:
         for name in names:
             if name == "all":
                 raise base.unsupported("the parameter all")
-            prison.describe(name)
-        chosen = dict(options).get("j")
-        dying = bool(option_letters & {"a", "d"})
-        if chosen is not None:
-            jails = [prison.find(chosen, dying=dying)]
+            prison.look_up_parameter(name)
+        key = dict(options).get("j")
+        include_dying = bool(option_letters & {"a", "d"})
+        if key is not None:
+            jails = [prison.find(key, dying=include_dying)]
         else:
-            jails = [jail for jail in prison.table()["jails"] if dying or not jail["dying"]]
+            jails = [jail for jail in prison.table()["jails"] if include_dying or not jail["dying"]]
     except prison.JailError as error:
         raise base.errx(1, str(error)) from None
     if json:
@@ -90,44 +92,44 @@ def main(argv: list[str]) -> int:
 
 
 def show_json(jails: list[prison.Jail], names: list[str], by_name: bool) -> None:
-    """{a:/%s} prints every parameter as a string; the columns of a plain jls have their own types."""
+    """Print jails as JSON. Requested parameters are strings ({a:/%s}); the default columns have their own types."""
     rows = []
     for jail in jails:
         if names:
-            fields = ",".join(f"{base.quoted(name)}:{base.quoted(value(jail, name))}" for name in names)
+            fields = ",".join(f"{base.quote_json(name)}:{base.quote_json(value(jail, name))}" for name in names)
         else:
-            first = f'"name":{base.quoted(jail["name"])}' if by_name else f'"jid":{jail["jid"]}'
-            hostname, path = base.quoted(value(jail, "host.hostname")), base.quoted(jail["path"])
+            first = f'"name":{base.quote_json(jail["name"])}' if by_name else f'"jid":{jail["jid"]}'
+            hostname, path = base.quote_json(value(jail, "host.hostname")), base.quote_json(jail["path"])
             fields = f'{first},"ipv4":"","hostname":{hostname},"path":{path}'
         rows.append("{" + fields + "}")
-    base.say('{"__version": "2", "jail-information": {"jail": [' + ", ".join(rows) + "]}}")
+    base.print_line('{"__version": "2", "jail-information": {"jail": [' + ", ".join(rows) + "]}}")
 
 
 def show_names(jails: list[prison.Jail], names: list[str], option_letters: set[str]) -> None:
     if "h" in option_letters:
-        base.say(" ".join(names))
+        base.print_line(" ".join(names))
     for jail in jails:
         words = []
         for name in names:
-            own, kind, no = prison.describe(name)
+            parameter, kind, is_negated = prison.look_up_parameter(name)
             text = value(jail, name)
             if "n" in option_letters and kind[0] == "B":
-                head, dot, tail = own.rpartition(".")
-                on = (text == "true") != no
-                words.append(own if on else f"{head}{dot}no{tail}")
+                head, dot, tail = parameter.rpartition(".")
+                is_on = (text == "true") != is_negated
+                words.append(parameter if is_on else f"{head}{dot}no{tail}")
             elif "n" in option_letters:
                 words.append(f"{name}={quote(text, 'q' in option_letters)}")
             else:
                 words.append(quote(text, "q" in option_letters))
-        base.say(" ".join(words))
+        base.print_line(" ".join(words))
 
 
 def show(jails: list[prison.Jail], by_name: bool) -> None:
     if by_name:
-        base.say(f" {'JID':<15} {'IP Address':<15} {'Hostname':<29} Path")
+        base.print_line(f" {'JID':<15} {'IP Address':<15} {'Hostname':<29} Path")
     else:
-        base.say("   JID  IP Address      Hostname                      Path")
+        base.print_line("   JID  IP Address      Hostname                      Path")
     for jail in jails:
         first = f" {jail['name']:<15} " if by_name else f"{jail['jid']:>6}  "
         hostname = value(jail, "host.hostname")[:29]
-        base.say(f"{first}{'':<15} {hostname:<29} {jail['path'][:74]}")
+        base.print_line(f"{first}{'':<15} {hostname:<29} {jail['path'][:74]}")

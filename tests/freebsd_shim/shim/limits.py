@@ -1,4 +1,4 @@
-"""Enforces rctl rules by cgroups (version 1): one per jail in pids, memory and cpu, only while it has rules."""
+"""Enforce rctl rules with cgroups version 1: a jail that has rules has a cgroup in pids, memory and cpu."""
 
 from __future__ import annotations
 
@@ -21,27 +21,25 @@ def cgroup_path(controller: str, jail: str) -> str:
 
 
 def open_cgroups(jail: str) -> list[int]:
-    """Descriptors through which a process joins the jail's limits, even after its root has changed."""
-    found = []
+    """Open the files with which a process joins the jail's cgroups, even after a chroot."""
+    fds = []
     for controller in CONTROLLERS:
         try:
-            found.append(
-                os.open(os.path.join(cgroup_path(controller, jail), "cgroup.procs"), os.O_WRONLY | os.O_CLOEXEC)
-            )
+            fds.append(os.open(os.path.join(cgroup_path(controller, jail), "cgroup.procs"), os.O_WRONLY | os.O_CLOEXEC))
         except FileNotFoundError:
             continue
-    return found
+    return fds
 
 
-def enter_cgroups(doors_: list[int]) -> None:
-    """Move the calling process there."""
-    for door in doors_:
-        os.write(door, b"0")
-        os.close(door)
+def enter_cgroups(cgroup_fds: list[int]) -> None:
+    """Move the calling process to these cgroups, and close the descriptors."""
+    for fd in cgroup_fds:
+        os.write(fd, b"0")
+        os.close(fd)
 
 
-def wanted_limits(rules: list[list[str]]) -> dict[str, str]:
-    """The cgroup files for a jail's (resource, action, amount) rules."""
+def cgroup_values(rules: list[list[str]]) -> dict[str, str]:
+    """Return the contents of the cgroup files for a jail's rules, which are (resource, action, amount)."""
     files = dict(UNLIMITED)
     for resource, action, amount in rules:
         if action != "deny":
@@ -58,21 +56,21 @@ def wanted_limits(rules: list[list[str]]) -> dict[str, str]:
 
 
 def apply(jail: str, rules: list[list[str]], pids: list[int]) -> None:
-    """Apply exactly these rules to the jail; without rules, its cgroups are removed."""
+    """Replace the limits of a jail with these rules. If there are none, remove its cgroups."""
     if not rules:
         remove_limits(jail)
         return
-    files = wanted_limits(rules)
+    files = cgroup_values(rules)
     for controller in CONTROLLERS:
         if not os.path.exists(os.path.join(ROOT, controller, "cgroup.procs")):
             raise base.unsupported(f"limits without the cgroup (version 1) controller {controller}")
-        fresh = not os.path.isdir(cgroup_path(controller, jail))
+        is_new = not os.path.isdir(cgroup_path(controller, jail))
         os.makedirs(cgroup_path(controller, jail), exist_ok=True)
         for file, value in files.items():
-            if file.startswith(controller + "/") and not (fresh and value == UNLIMITED[file]):
+            if file.startswith(controller + "/") and not (is_new and value == UNLIMITED[file]):
                 with open(os.path.join(cgroup_path(controller, jail), file.partition("/")[2]), "w") as target:
                     target.write(value)
-        if fresh:
+        if is_new:
             move(os.path.join(cgroup_path(controller, jail), "cgroup.procs"), pids)
 
 
@@ -82,37 +80,37 @@ def move(procs: str, pids: list[int]) -> None:
             with open(procs, "w") as file:
                 file.write(str(pid))
         except OSError:
-            continue  # it has ended
+            continue  # The process has exited.
 
 
 def remove_limits(jail: str) -> None:
     for controller in CONTROLLERS:
-        where = cgroup_path(controller, jail)
+        path = cgroup_path(controller, jail)
         try:
-            with open(os.path.join(where, "cgroup.procs")) as file:
+            with open(os.path.join(path, "cgroup.procs")) as file:
                 pids = [int(line) for line in file]
         except FileNotFoundError:
             continue
         move(os.path.join(ROOT, controller, "cgroup.procs"), pids)
-        remove_empty(where)
+        remove_empty(path)
 
 
 def purge() -> None:
     """Remove every limit of this state directory."""
     names = set()
     for controller in CONTROLLERS:
-        where = cgroup_path(controller, "")
-        if os.path.isdir(where):
-            names |= {entry.name for entry in os.scandir(where) if entry.is_dir()}
+        path = cgroup_path(controller, "")
+        if os.path.isdir(path):
+            names |= {entry.name for entry in os.scandir(path) if entry.is_dir()}
     for name in names:
         remove_limits(name)
 
 
-def remove_empty(where: str) -> None:
-    """Remove the cgroup and its empty ancestors, up to the shim's own."""
-    while "freebsd_shim" in where:
+def remove_empty(path: str) -> None:
+    """Remove a cgroup and those of its ancestors that are empty and belong to the shim."""
+    while "freebsd_shim" in path:
         try:
-            os.rmdir(where)
+            os.rmdir(path)
         except OSError:
             return
-        where = os.path.dirname(where)
+        path = os.path.dirname(path)

@@ -1,7 +1,7 @@
 """mount(8), mount_nullfs(8), umount(8). Messages: sbin/{mount,mount_nullfs,umount}/*.c, sys/kern/vfs_mount.c.
 
-nullfs is a bind mount, devfs a tmpfs with the nodes of ruleset 4. The state directory records the data that only
-FreeBSD's mount table has (special, fsid, options); a record whose mount no longer exists is ignored.
+nullfs is a bind mount, and devfs is a tmpfs with the device nodes of ruleset 4. The state directory stores the data
+that only FreeBSD's mount table has (special, fsid, options). A record whose mount no longer exists is ignored.
 """
 
 from __future__ import annotations
@@ -36,90 +36,92 @@ OPTIONS = {
 VERBOSE_ORDER = ("noatime", "noexec", "nosuid", "ro", "nocover", "emptydir")
 FSTAB_ORDER = ("ro", "noexec", "nosuid", "noatime", "nocover", "emptydir")
 # devfs rule 4 of /etc/defaults/devfs.rules (devfsrules_jail): basic, login
-NODES = {"null": (1, 3), "zero": (1, 5), "random": (1, 8), "urandom": (1, 9)}
-ASTRAY = (errno.ENOENT, errno.ENOTDIR, errno.EINVAL, errno.ELOOP)
+DEVICES = {"null": (1, 3), "zero": (1, 5), "random": (1, 8), "urandom": (1, 9)}
+PATH_CHANGED_ERRNOS = (errno.ENOENT, errno.ENOTDIR, errno.EINVAL, errno.ELOOP)
 LINKS = {"stdin": "fd/0", "stdout": "fd/1", "stderr": "fd/2", "fd": "/proc/self/fd", "ptmx": "pts/ptmx"}
 
 
 class Mount:
-    """One line of the mount table.
+    """An entry of the mount table.
 
-    ``node`` is the original mount point (statfs.f_mntonname, set once by vfs_mount.c vfs_mount_alloc()); ``place`` is
-    the current one, since directories above it may be renamed; ``what`` distinguishes it from a later mount of the same
-    number: the kernel reuses the number of a removed mount, and its device, for the next one.
+    ``node`` is the original mount point (statfs.f_mntonname, which vfs_mount_alloc() sets). ``place`` is the current
+    one, because directories above it may be renamed. ``fingerprint`` distinguishes the mount from a later one, because
+    the kernel reuses the number and the device of a removed mount.
     """
 
     def __init__(
-        self, identity: int, special: str, node: str, fstype: str, options: list[str], fsid: str, what: str
+        self, identity: int, special: str, node: str, fstype: str, options: list[str], fsid: str, fingerprint: str
     ) -> None:
         self.identity, self.special, self.node, self.fstype = identity, special, node, fstype
-        self.options, self.fsid, self.place, self.what = options, fsid, node, what
+        self.options, self.fsid, self.place, self.fingerprint = options, fsid, node, fingerprint
 
 
 def unescape(text: str) -> str:
-    """/proc's octal escapes."""
+    """Decode the octal escapes that the kernel uses in /proc."""
     if "\\" not in text:
         return text
-    out, at = bytearray(), 0
-    raw = os.fsencode(text)
-    while at < len(raw):
-        if raw[at] == 92 and raw[at + 1 : at + 4].isdigit():
-            out.append(int(raw[at + 1 : at + 4], 8))
-            at += 4
+    decoded, index = bytearray(), 0
+    encoded = os.fsencode(text)
+    while index < len(encoded):
+        if encoded[index] == 92 and encoded[index + 1 : index + 4].isdigit():
+            decoded.append(int(encoded[index + 1 : index + 4], 8))
+            index += 4
         else:
-            out.append(raw[at])
-            at += 1
-    return os.fsdecode(bytes(out))
+            decoded.append(encoded[index])
+            index += 1
+    return os.fsdecode(bytes(decoded))
 
 
 def kernel_table() -> list[Mount]:
-    """Linux's own mount table, oldest first."""
-    found = []
+    """Return Linux's mount table, oldest mount first."""
+    mounts = []
     with open("/proc/self/mountinfo", errors="surrogateescape") as file:
         for line in file:
             fields = line.split()
             dash = fields.index("-")
-            words = fields[5].split(",")
+            flags = fields[5].split(",")
             fstype = fields[dash + 1]
             if fstype.startswith("fuse") and not fields[dash + 2].startswith("/"):
                 fstype = "zfs"  # zfs-fuse mounts with the dataset's name as its source
-            options = [word for word in words if word in OPTIONS]
+            options = [word for word in flags if word in OPTIONS]
             number = int(fields[0])
             fsid = number.to_bytes(4, "little").hex() + "de000000"
-            what = f"{fields[2]} {fields[3]} {fields[dash + 2]}"
-            found.append(Mount(number, unescape(fields[dash + 2]), unescape(fields[4]), fstype, options, fsid, what))
-    return found
+            fingerprint = f"{fields[2]} {fields[3]} {fields[dash + 2]}"
+            mounts.append(
+                Mount(number, unescape(fields[dash + 2]), unescape(fields[4]), fstype, options, fsid, fingerprint)
+            )
+    return mounts
 
 
 def table() -> list[Mount]:
-    """The mount table as FreeBSD would show it, oldest first."""
+    """Return the mount table as FreeBSD would show it, oldest mount first."""
     records = {record["id"]: record for record in base.load("mounts", {"mounts": []})["mounts"]}
-    found, hidden = [], []
+    mounts, hidden_places = [], []
     for each in kernel_table():
         record = records.get(each.identity)
-        if record is not None and record["what"] == each.what:
+        if record is not None and record["what"] == each.fingerprint:
             each.special, each.fstype, each.fsid = record["special"], record["fstype"], record["fsid"]
             each.options, each.node = record["options"], record["node"]
             if each.fstype == "devfs":
-                hidden.append(each.place + "/pts")
-        if not (each.fstype == "devpts" and each.place in hidden):
-            found.append(each)
-    return found
+                hidden_places.append(each.place + "/pts")
+        if not (each.fstype == "devpts" and each.place in hidden_places):
+            mounts.append(each)
+    return mounts
 
 
 def record(special: str, node: str, fstype: str, options: list[str], identity: int) -> None:
-    """Record the new mount; drops records of mounts that no longer exist."""
+    """Record a new mount, and remove the records of mounts that no longer exist."""
     with base.locked():
         state = base.load("mounts", {"last": 0, "mounts": []})
-        now = kernel_table()
-        there = {each.identity: each.what for each in now}
-        state["mounts"] = [each for each in state["mounts"] if there.get(each["id"]) == each["what"]]
-        made = next(each for each in now if each.identity == identity)
+        current = kernel_table()
+        fingerprints = {each.identity: each.fingerprint for each in current}
+        state["mounts"] = [each for each in state["mounts"] if fingerprints.get(each["id"]) == each["what"]]
+        new_mount = next(each for each in current if each.identity == identity)
         state["last"] += 1
         # vfs_getnewfsid(): a unique number and the file system's type number
         kind = "29000000" if fstype == "nullfs" else "71000000"
         fsid = (0x00FF00 + state["last"]).to_bytes(4, "little").hex() + kind
-        entry = {"id": made.identity, "what": made.what, "special": special, "node": node}
+        entry = {"id": new_mount.identity, "what": new_mount.fingerprint, "special": special, "node": node}
         state["mounts"].append(entry | {"fstype": fstype, "options": options, "fsid": fsid})
         base.save("mounts", state)
 
@@ -132,7 +134,7 @@ def is_mounted(node: str, fstype: str) -> bool:
 
 
 def main(argv: list[str]) -> int:
-    argv, json = base.take_libxo(argv)
+    argv, json = base.parse_libxo(argv)
     try:
         options, rest = base.getopt(argv, "adF:fLlno:prt:uvw")
     except base.BadOption:
@@ -166,7 +168,7 @@ def main(argv: list[str]) -> int:
 
 
 def real_path(path: str) -> str:
-    """realpath(3), which reads a link before it checks its type: it is not an error if it then stops being a link."""
+    """Resolve a path like realpath(3). Retries if a symbolic link is replaced while it is being read."""
     while True:
         try:
             return os.path.realpath(path)
@@ -176,15 +178,15 @@ def real_path(path: str) -> str:
 
 
 def check_path(path: str) -> str:
-    """getmntopts.c checkpath(): realpath(3), and it must be a directory. Raises OSError with the path so far."""
-    real = real_path(path)
+    """Resolve the path of a directory, like checkpath() in getmntopts.c. Raises OSError with the resolved path."""
+    resolved = real_path(path)
     try:
-        mode = os.stat(real).st_mode
+        mode = os.stat(resolved).st_mode
     except OSError as error:
-        raise OSError(error.errno, "", real) from None
+        raise OSError(error.errno, "", resolved) from None
     if not stat.S_ISDIR(mode):
-        raise OSError(errno.ENOTDIR, "", real)
-    return real
+        raise OSError(errno.ENOTDIR, "", resolved)
+    return resolved
 
 
 def mount(fstype: str, special: str, node: str, words: list[str]) -> int:
@@ -194,51 +196,51 @@ def mount(fstype: str, special: str, node: str, words: list[str]) -> int:
         base.warn(str(error.filename), error.errno or 0)
         return 1
     if fstype == "nullfs":
-        own, base.PROG = base.PROG, "mount_nullfs"
+        own_program, base.PROG = base.PROG, "mount_nullfs"
         try:
             return mount_nullfs(special, node, words)
         finally:
-            base.PROG = own
+            base.PROG = own_program
     if fstype == "devfs":
         return mount_devfs(special, node, words)
     raise base.unsupported(f"-t {fstype}")
 
 
-def options_of(words: list[str], own: tuple[str, ...]) -> tuple[list[str], str]:
-    """vfs_filteropt() and vfs_donmount(): (effective options, the first unknown word)."""
-    on: list[str] = []
+def options_of(words: list[str], fstype_options: tuple[str, ...]) -> tuple[list[str], str]:
+    """Return the effective options and the first unknown one, like vfs_filteropt() and vfs_donmount()."""
+    effective: list[str] = []
     for word in words:
         name = word.partition("=")[0]
         if name in OPTIONS:
-            on = [each for each in on if each != name] + [name]
+            effective = [each for each in effective if each != name] + [name]
         elif name in ("rw", "noro"):
-            on = [each for each in on if each != "ro"]
+            effective = [each for each in effective if each != "ro"]
         elif name in ("suid", "exec", "atime", "cover"):
-            on = [each for each in on if each != "no" + name]
-        elif name not in own:
-            return on, name
-    return on, ""
+            effective = [each for each in effective if each != "no" + name]
+        elif name not in fstype_options:
+            return effective, name
+    return effective, ""
 
 
-def check_cover(node: str, on: list[str]) -> int:
-    """vfs_mount.c vfs_domount(), vfs_domount_first(): 0, or the errno for a node that must not be covered."""
-    if "nocover" in on and any(each.place == node for each in table()):
+def check_cover(node: str, options: list[str]) -> int:
+    """Return an errno if the options forbid to cover this mount point, else 0. See vfs_domount() in vfs_mount.c."""
+    if "nocover" in options and any(each.place == node for each in table()):
         return errno.EBUSY
-    if "emptydir" in on and os.listdir(node):
+    if "emptydir" in options and os.listdir(node):
         return errno.ENOTEMPTY
     return 0
 
 
 def mount_nullfs(special: str, node: str, words: list[str]) -> int:
-    """mount_nullfs.c: both paths are resolved, including links; the errors are the kernel's."""
+    """Mount ``special`` at ``node``. Symbolic links in both paths are followed. See mount_nullfs.c."""
     try:
         source = check_path(special)
     except OSError as error:
         raise base.err(EX_USAGE, str(error.filename), error.errno or 0) from None
-    on, unknown = options_of(words, ("cache", "nocache"))
+    options, unknown = options_of(words, ("cache", "nocache"))
     if unknown:
         raise base.err(1, f"{node}: mount option <{unknown}> is unknown", errno.EINVAL)
-    number = check_cover(node, on)
+    number = check_cover(node, options)
     if not number and any(
         each.fstype == "nullfs" and each.place == node and each.special == source for each in table()
     ):
@@ -246,27 +248,27 @@ def mount_nullfs(special: str, node: str, words: list[str]) -> int:
     if number:
         raise base.err(1, node, number)
     try:
-        node, identity = bind(source, node, sum(OPTIONS[name][0] for name in on))
+        node, identity = bind(source, node, sum(OPTIONS[name][0] for name in options))
     except OSError as error:
         raise base.err(1, node, error.errno or 0) from None
-    record(source, node, "nullfs", on, identity)
+    record(source, node, "nullfs", options, identity)
     return 0
 
 
 def bind(source: str, node: str, attributes: int) -> tuple[str, int]:
-    """vfs_mount.c vfs_domount(): namei() with FOLLOW, then vn_path_to_global_path().
+    """Mount ``source`` at ``node`` and return the resulting path and the mount's number. See vfs_domount().
 
-    Links that appeared since are followed, and the mount is there. Returns the resulting path and the mount's number.
+    Like namei() with FOLLOW, follows symbolic links that were created after the path was checked.
     """
-    covered = os.open(node, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
-    tree = base.clone_mount(source, attributes)
-    base.attach_mount(tree, covered)
-    return os.readlink(f"/proc/self/fd/{covered}"), mount_of(f"/proc/self/fdinfo/{tree}")
+    target_fd = os.open(node, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
+    mount_fd = base.clone_mount(source, attributes)
+    base.attach_mount(mount_fd, target_fd)
+    return os.readlink(f"/proc/self/fd/{target_fd}"), mount_of(f"/proc/self/fdinfo/{mount_fd}")
 
 
 def mount_devfs(special: str, node: str, words: list[str]) -> int:
-    """mount_fs.c, sys/fs/devfs/devfs_vfsops.c. Shown as "devfs" whatever the special was."""
-    on, unknown = options_of(words, ("from", "ruleset", "export"))
+    """Mount a devfs, which is listed as "devfs" for any ``special``. See mount_fs.c and devfs_vfsops.c."""
+    mount_options, unknown = options_of(words, ("from", "ruleset", "export"))
     if unknown:
         raise base.err(1, f"{special}: mount option <{unknown}> is unknown", errno.EINVAL)
     rulesets = [word.partition("=")[2] for word in words if word.startswith("ruleset")]
@@ -277,29 +279,31 @@ def mount_devfs(special: str, node: str, words: list[str]) -> int:
             raise base.unsupported(f"devfs ruleset {text}")
     if not rulesets:
         raise base.unsupported("devfs without a ruleset")
-    number = check_cover(node, on)
+    number = check_cover(node, mount_options)
     if number:
         raise base.err(1, special, number)
     source = f"devfs-{os.getpid()}-{time.monotonic_ns()}"
     base.mount_syscall(source, node, "tmpfs", base.MS_NOSUID | base.MS_NOEXEC, "mode=755,size=64k")
-    for name, device in NODES.items():
-        where = os.path.join(node, name)
-        os.mknod(where, 0o666 | stat.S_IFCHR, os.makedev(*device))
-        os.chmod(where, 0o666)
+    for name, device in DEVICES.items():
+        path = os.path.join(node, name)
+        os.mknod(path, 0o666 | stat.S_IFCHR, os.makedev(*device))
+        os.chmod(path, 0o666)
     for name, target in LINKS.items():
         os.symlink(target, os.path.join(node, name))
     os.mkdir(os.path.join(node, "pts"), 0o755)
     options = "newinstance,ptmxmode=0666,mode=620"
     base.mount_syscall("devpts", os.path.join(node, "pts"), "devpts", base.MS_NOSUID | base.MS_NOEXEC, options)
-    record("devfs", node, "devfs", on, next(each.identity for each in kernel_table() if each.special == source))
+    record(
+        "devfs", node, "devfs", mount_options, next(each.identity for each in kernel_table() if each.special == source)
+    )
     return 0
 
 
 # ---- the list -------------------------------------------------------------------------------------------------------
 
 
-def chosen(fstype: str) -> list[Mount]:
-    """checkvfsname(): types separated by commas; "no" before them means all others."""
+def select_mounts(fstype: str) -> list[Mount]:
+    """Return the mounts of the listed types, or all others if the list begins with "no". See checkvfsname()."""
     if not fstype:
         return table()
     names = fstype.removeprefix("no").split(",")
@@ -307,33 +311,33 @@ def chosen(fstype: str) -> list[Mount]:
 
 
 def show(fstype: str, json: bool, verbose: bool, fstab: bool) -> int:
-    mounts = chosen(fstype)
+    mounts = select_mounts(fstype)
     if json:
-        key, row = ("fstab", fstab_json) if fstab else ("mounted", lambda each: mounted_json(each, verbose))
+        key, row = ("fstab", fstab_to_json) if fstab else ("mounted", lambda each: mount_to_json(each, verbose))
         rows = ",".join(row(each) for each in mounts)
-        base.say('{"mount": {' + (f'"{key}": [{rows}]' if mounts else "") + "}}")
+        base.print_line('{"mount": {' + (f'"{key}": [{rows}]' if mounts else "") + "}}")
         return 0
     for each in mounts:
-        base.say(fstab_line(each) if fstab else mounted_line(each, verbose))
+        base.print_line(format_fstab(each) if fstab else format_mount(each, verbose))
     return 0
 
 
 def option_words(each: Mount) -> list[str]:
-    """MNTOPT_NAMES; nullfs inherits "local" from the file system below (nullfs_mount())."""
+    """Return the names of a mount's options (MNTOPT_NAMES). nullfs inherits "local" from the file system below."""
     local = ["local"] if each.fstype in ("nullfs", "zfs") else []
     return local + [OPTIONS[name][1] for name in VERBOSE_ORDER if name in each.options]
 
 
-def mounted_line(each: Mount, verbose: bool) -> str:
-    """prmount()."""
+def format_mount(each: Mount, verbose: bool) -> str:
+    """Format an entry of the mount table as text. See prmount()."""
     words = [each.fstype, *option_words(each)]
     if verbose:
         words.append(f"fsid {each.fsid}")
     return f"{each.special} on {each.node} ({', '.join(words)})"
 
 
-def mounted_json(each: Mount, verbose: bool) -> str:
-    q = base.quoted
+def mount_to_json(each: Mount, verbose: bool) -> str:
+    q = base.quote_json
     options = ",".join(q(word) for word in option_words(each))
     row = f'"special":{q(each.special)},"node":{q(each.node)},"fstype":{q(each.fstype)}'
     row += f',"opts":[{options}]' if options else ""
@@ -345,19 +349,19 @@ def fstab_options(each: Mount) -> str:
     return ",".join(words if "ro" in each.options else ["rw", *words])
 
 
-def padded(text: str) -> str:
-    """putfsent(): up to three tabs, or a blank."""
+def pad_field(text: str) -> str:
+    """Append up to three tabs, or a space, to a field. See putfsent()."""
     return text + ("\t" if len(text) < 8 else "") + ("\t" if len(text) < 16 else "") + ("\t" if len(text) < 24 else " ")
 
 
-def fstab_line(each: Mount) -> str:
+def format_fstab(each: Mount) -> str:
     options = fstab_options(each)
     tail = "\t" if len(options) < 8 else " "
-    return f"{padded(each.special)}{padded(each.node)}{each.fstype}\t{options}{tail}\t0 0"
+    return f"{pad_field(each.special)}{pad_field(each.node)}{each.fstype}\t{options}{tail}\t0 0"
 
 
-def fstab_json(each: Mount) -> str:
-    q = base.quoted
+def fstab_to_json(each: Mount) -> str:
+    q = base.quote_json
     row = f'"device":{q(each.special)},"mntpoint":{q(each.node)},"fstype":{q(each.fstype)}'
     return "{" + row + f',"opts":{q(fstab_options(each))},"dump":0,"pass":0' + "}"
 
@@ -379,35 +383,35 @@ def umount_main(argv: list[str]) -> int:
 
 
 def unmount(name: str, force: bool, verbose: bool) -> int:
-    """checkname(): an fsid, else a node, else a special, the newest first; then the result of statfs(2)."""
-    found = look_up(name) or look_up(name.rstrip("/") or "/")
-    if found is None:
-        real = real_path(name)
+    """Unmount the newest mount with this fsid, node or special. Returns the exit code. See checkname()."""
+    mount = find_mount(name) or find_mount(name.rstrip("/") or "/")
+    if mount is None:
+        resolved = real_path(name)
         try:
             os.stat(name)
         except OSError as error:
             base.warn(f"{name}: statfs", error.errno or 0)
             base.warnx(f"{name}: unknown file system")
             return 1
-        found = look_up(real)
-        if found is None:
+        mount = find_mount(resolved)
+        if mount is None:
             base.warnx(f"{name}: not a file system root directory")
             return 1
     try:
-        if found.node == base.knob("busy"):
-            # dounmount(): MNTK_UNMOUNT, another unmount of it is under way and hangs; even force does not help
+        if mount.node == base.knob("busy"):
+            # Another unmount of it hangs, so even a forced unmount fails: MNTK_UNMOUNT in dounmount().
             raise OSError(errno.EBUSY, "")
-        remove_mount(found, force)
+        remove_mount(mount, force)
     except OSError as error:
-        base.warn(f"unmount of {found.node} failed", error.errno or 0)
+        base.warn(f"unmount of {mount.node} failed", error.errno or 0)
         return 1
     if verbose:
-        base.say(f"{found.special}: unmount from {found.node}")
+        base.print_line(f"{mount.special}: unmount from {mount.node}")
     return 0
 
 
-def look_up(name: str) -> Mount | None:
-    """checkmntlist()."""
+def find_mount(name: str) -> Mount | None:
+    """Find the newest mount with this fsid, node or special. See checkmntlist()."""
     mounts = list(reversed(table()))
     if len(name) == 16 and all(letter in "0123456789abcdefABCDEF" for letter in name):
         for each in mounts:
@@ -420,45 +424,50 @@ def look_up(name: str) -> Mount | None:
 
 
 def remove_mount(mount: Mount, force: bool) -> None:
-    """For devfs, the shim's second mount must be removed first."""
+    """Unmount a file system. For devfs, unmount the shim's devpts first."""
     pts = os.path.join(mount.place, "pts")
     if mount.fstype == "devfs" and any(each.place == pts for each in kernel_table()):
         base.umount_syscall(pts, base.MNT_DETACH if force else 0)
     if force and is_open(mount.identity):
-        keep_below(mount)
-    act_on_current_path(mount, lambda: base.umount_syscall(mount.place, base.MNT_DETACH if force else 0))
+        keep_underlying_busy(mount)
+    retry_after_renames(mount, lambda: base.umount_syscall(mount.place, base.MNT_DETACH if force else 0))
 
 
-def act_on_current_path(mount: Mount, act: object) -> object:
-    """FreeBSD addresses a mount by its number, Linux by a path: look it up again after renames above it."""
+def retry_after_renames(mount: Mount, action: object) -> object:
+    """Call ``action``, which uses the path of a mount. If directories above it are renamed, retry with the new path.
+
+    FreeBSD identifies a mount by its number, but Linux by its path.
+    """
     deadline = time.monotonic() + 10
     while True:
         try:
-            return act()  # type: ignore[operator]
+            return action()  # type: ignore[operator]
         except OSError as error:
-            if error.errno not in ASTRAY or time.monotonic() > deadline:
+            if error.errno not in PATH_CHANGED_ERRNOS or time.monotonic() > deadline:
                 raise
-        here = [each for each in kernel_table() if (each.identity, each.what) == (mount.identity, mount.what)]
-        if not here:
-            raise OSError(errno.EINVAL, "it is gone")
-        mount.place = here[0].place
+        matching = [
+            each for each in kernel_table() if (each.identity, each.fingerprint) == (mount.identity, mount.fingerprint)
+        ]
+        if not matching:
+            raise OSError(errno.EINVAL, "the mount does not exist any more")
+        mount.place = matching[0].place
 
 
 def open_root(mount: Mount) -> int:
     fd = os.open(mount.place, os.O_PATH | os.O_DIRECTORY)
     if mount_of(f"/proc/self/fdinfo/{fd}") != mount.identity:
         os.close(fd)
-        raise OSError(errno.ENOENT, "something else is there now")
+        raise OSError(errno.ENOENT, "another mount covers the path")
     return fd
 
 
-def keep_below(mount: Mount) -> None:
+def keep_underlying_busy(mount: Mount) -> None:
     """Keep the file system below a mount in use until no file is open through that mount.
 
-    On FreeBSD, files that are open there are dead after a forced unmount. Here they stay alive; if the file system
-    disappeared with the last close, zfs-fuse would wait forever for that close, and block all other requests.
+    On FreeBSD, open files become unusable after a forced unmount; on Linux they stay usable. If the file system were
+    removed together with the last open file, zfs-fuse would wait forever for the close and block all other requests.
     """
-    root = act_on_current_path(mount, lambda: open_root(mount))
+    root = retry_after_renames(mount, lambda: open_root(mount))
     if os.fork():
         os.close(root)  # type: ignore[arg-type]
         return
@@ -471,13 +480,13 @@ def keep_below(mount: Mount) -> None:
             os.close(base.locked.handle)
         while is_open(mount.identity):
             time.sleep(0.1)
-        time.sleep(0.5)  # the last close has arrived by then
+        time.sleep(0.5)  # zfs-fuse needs time to receive the last close.
     finally:
         os._exit(0)
 
 
 def is_open(identity: int) -> bool:
-    """Whether another process has a file, its directory or its program open through the mount of this number."""
+    """Return whether another process has a file, directory or program open through the mount with this number."""
     for entry in os.listdir("/proc"):
         if not entry.isdigit() or int(entry) == os.getpid():
             continue
@@ -492,15 +501,15 @@ def is_open(identity: int) -> bool:
                 fd = os.open(f"/proc/{entry}/{link}", os.O_PATH | os.O_CLOEXEC)
             except OSError:
                 continue
-            found = mount_of(f"/proc/self/fdinfo/{fd}")
+            mount_id = mount_of(f"/proc/self/fdinfo/{fd}")
             os.close(fd)
-            if found == identity:
+            if mount_id == identity:
                 return True
     return False
 
 
 def mount_of(fdinfo: str) -> int:
-    """The number of the mount through which a file was opened; 0: unknown."""
+    """Return the number of the mount through which a file was opened, or 0 if it is unknown."""
     try:
         with open(fdinfo) as file:
             return next((int(line[7:]) for line in file if line.startswith("mnt_id:")), 0)
@@ -509,10 +518,10 @@ def mount_of(fdinfo: str) -> int:
 
 
 def purge() -> None:
-    """Unmount all recorded mounts, newest first."""
-    ours = {(entry["id"], entry["what"]) for entry in base.load("mounts", {"mounts": []})["mounts"]}
+    """Unmount all mounts that the state directory records, newest first."""
+    own_mounts = {(entry["id"], entry["what"]) for entry in base.load("mounts", {"mounts": []})["mounts"]}
     for each in reversed(table()):
-        if (each.identity, each.what) in ours:  # the kernel reuses the number of a removed mount
+        if (each.identity, each.fingerprint) in own_mounts:  # the kernel reuses the number of a removed mount
             try:
                 remove_mount(each, True)
             except OSError as error:

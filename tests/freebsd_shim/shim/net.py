@@ -1,7 +1,7 @@
-"""Interfaces, addresses and routes by rtnetlink: no ``ip`` is forked.
+"""Manage interfaces, addresses and routes with rtnetlink, which is faster than starting ``ip``.
 
-FreeBSD's data about an interface that Linux lacks (driver, unit, groups, description) is stored in the interface's
-alias, so it survives renames and moves between network namespaces.
+The interface's alias stores the data that only FreeBSD has (driver, unit, groups, description), so it survives renames
+and moves between network namespaces.
 """
 
 from __future__ import annotations
@@ -38,32 +38,32 @@ def number(kind: int, value: int) -> bytes:
 
 
 def attributes(data: bytes) -> dict[int, bytes]:
-    found, at = {}, 0
-    while at + 4 <= len(data):
-        size, kind = struct.unpack_from("=HH", data, at)
+    values, offset = {}, 0
+    while offset + 4 <= len(data):
+        size, kind = struct.unpack_from("=HH", data, offset)
         if size < 4:
             break
-        found[kind & 0x3FFF] = data[at + 4 : at + size]
-        at += (size + 3) & ~3
-    return found
+        values[kind & 0x3FFF] = data[offset + 4 : offset + size]
+        offset += (size + 3) & ~3
+    return values
 
 
 class Link:
-    """One interface in Linux, with FreeBSD's data from the alias."""
+    """A Linux interface, with FreeBSD's data from its alias."""
 
-    def __init__(self, index: int, type_: int, flags: int, found: dict[int, bytes]) -> None:
+    def __init__(self, index: int, type_: int, flags: int, values: dict[int, bytes]) -> None:
         self.index, self.type, self.flags = index, type_, flags
-        self.linux_name = found[LINK_NAME].rstrip(b"\0").decode()
+        self.linux_name = values[LINK_NAME].rstrip(b"\0").decode()
         self.name = "lo0" if self.linux_name == "lo" else self.linux_name
-        self.mtu = struct.unpack("=I", found.get(LINK_MTU, b"\0\0\0\0"))[0]
-        self.mac = ":".join(f"{byte:02x}" for byte in found.get(LINK_ADDRESS, b""))
-        self.master = struct.unpack("=I", found.get(LINK_MASTER, b"\0\0\0\0"))[0]
-        self.kind = attributes(found.get(LINK_INFO, b"")).get(1, b"").rstrip(b"\0").decode()
-        tag = found.get(LINK_ALIAS, b"").rstrip(b"\0").decode("utf-8", "replace").split("|", 5)
-        ours = len(tag) == 6 and tag[0] == "freebsd_shim"
-        self.driver, self.unit, self.end = (tag[1], int(tag[2]), tag[3]) if ours else ("", -1, "")
-        self.groups = [group for group in tag[4].split(",") if group] if ours else []
-        self.description = tag[5] if ours else ""
+        self.mtu = struct.unpack("=I", values.get(LINK_MTU, b"\0\0\0\0"))[0]
+        self.mac = ":".join(f"{byte:02x}" for byte in values.get(LINK_ADDRESS, b""))
+        self.master = struct.unpack("=I", values.get(LINK_MASTER, b"\0\0\0\0"))[0]
+        self.kind = attributes(values.get(LINK_INFO, b"")).get(1, b"").rstrip(b"\0").decode()
+        tag = values.get(LINK_ALIAS, b"").rstrip(b"\0").decode("utf-8", "replace").split("|", 5)
+        is_own = len(tag) == 6 and tag[0] == "freebsd_shim"
+        self.driver, self.unit, self.end = (tag[1], int(tag[2]), tag[3]) if is_own else ("", -1, "")
+        self.groups = [group for group in tag[4].split(",") if group] if is_own else []
+        self.description = tag[5] if is_own else ""
         if self.linux_name == "lo":
             self.groups = ["lo"]
 
@@ -80,102 +80,102 @@ class Address:
         return str(_socket.inet_ntop(self.family, self.address))
 
 
-class Net:
-    """A netlink socket for one network namespace: that in which it was opened."""
+class NetlinkSocket:
+    """A netlink socket for the network namespace in which it was opened."""
 
     def __init__(self, protocol: int = 0) -> None:
         self.socket = _socket.socket(_socket.AF_NETLINK, _socket.SOCK_RAW | _socket.SOCK_CLOEXEC, protocol)
         self.socket.bind((0, 0))
         self.serial = 0
 
-    def ask(self, kind: int, flags: int, payload: bytes) -> list[tuple[int, bytes]]:
-        """One request; returns the messages of the answer. Raises OSError with the kernel's errno."""
+    def request(self, kind: int, flags: int, payload: bytes) -> list[tuple[int, bytes]]:
+        """Send a request and return the messages of the response. Raises OSError with the kernel's errno."""
         self.serial += 1
         header = struct.pack("=IHHII", 16 + len(payload), kind, REQUEST | flags, self.serial, 0)
         self.socket.send(header + payload)
-        answer: list[tuple[int, bytes]] = []
+        messages: list[tuple[int, bytes]] = []
         while True:
             data = self.socket.recv(1 << 18)
-            at = 0
-            while at + 16 <= len(data):
-                size, type_, _, serial, _ = struct.unpack_from("=IHHII", data, at)
-                body = data[at + 16 : at + size]
-                at += (size + 3) & ~3
+            offset = 0
+            while offset + 16 <= len(data):
+                size, type_, _, serial, _ = struct.unpack_from("=IHHII", data, offset)
+                body = data[offset + 16 : offset + size]
+                offset += (size + 3) & ~3
                 if serial != self.serial:
                     continue
                 if type_ == 3:  # NLMSG_DONE
-                    return answer
+                    return messages
                 if type_ == 2:  # NLMSG_ERROR
                     code = -struct.unpack_from("=i", body)[0]
                     if code:
                         raise OSError(code, os.strerror(code))
-                    return answer
-                answer.append((type_, body))
+                    return messages
+                messages.append((type_, body))
                 if not flags & (DUMP | ACK):
-                    return answer
+                    return messages
 
     # links
 
     def links(self) -> list[Link]:
-        found = []
-        for _, body in self.ask(GETLINK, DUMP, struct.pack("=BxHiII", 0, 0, 0, 0, 0)):
+        links = []
+        for _, body in self.request(GETLINK, DUMP, struct.pack("=BxHiII", 0, 0, 0, 0, 0)):
             _, type_, index, flags, _ = struct.unpack_from("=BxHiII", body)
-            found.append(Link(index, type_, flags, attributes(body[16:])))
-        return found
+            links.append(Link(index, type_, flags, attributes(body[16:])))
+        return links
 
     def link(self, name: str) -> Link | None:
-        """The interface of that (FreeBSD) name."""
+        """Return the interface with this FreeBSD name, or None if it does not exist."""
         try:
-            answer = self.ask(
+            messages = self.request(
                 GETLINK, ACK, struct.pack("=BxHiII", 0, 0, 0, 0, 0) + string(LINK_NAME, "lo" if name == "lo0" else name)
             )
         except OSError:
             return None
-        _, type_, index, flags, _ = struct.unpack_from("=BxHiII", answer[0][1])
-        return Link(index, type_, flags, attributes(answer[0][1][16:]))
+        _, type_, index, flags, _ = struct.unpack_from("=BxHiII", messages[0][1])
+        return Link(index, type_, flags, attributes(messages[0][1][16:]))
 
     def create(self, name: str, kind: str, data: bytes = b"") -> None:
         info = string(1, kind) + (attribute(2 | NESTED, data) if data else b"")
         payload = struct.pack("=BxHiII", 0, 0, 0, 0, 0) + string(LINK_NAME, name) + attribute(LINK_INFO | NESTED, info)
-        self.ask(NEWLINK, ACK | CREATE | EXCL, payload)
+        self.request(NEWLINK, ACK | CREATE | EXCL, payload)
 
-    def create_veth(self, one: str, other: str) -> None:
-        self.create(one, "veth", attribute(1, struct.pack("=BxHiII", 0, 0, 0, 0, 0) + string(LINK_NAME, other)))
+    def create_veth(self, name: str, peer_name: str) -> None:
+        self.create(name, "veth", attribute(1, struct.pack("=BxHiII", 0, 0, 0, 0, 0) + string(LINK_NAME, peer_name)))
 
     def change(self, index: int, *attrs: bytes, up: bool | None = None) -> None:
         flags, mask = (0, 0) if up is None else (IFF_UP if up else 0, IFF_UP)
-        self.ask(SETLINK, ACK, struct.pack("=BxHiII", 0, 0, index, flags, mask) + b"".join(attrs))
+        self.request(SETLINK, ACK, struct.pack("=BxHiII", 0, 0, index, flags, mask) + b"".join(attrs))
 
     def isolate(self, index: int, on: bool) -> None:
         port = attribute(LINK_PROTINFO | NESTED, attribute(BRPORT_ISOLATED, bytes([on])))
-        self.ask(SETLINK, ACK, struct.pack("=BxHiII", 7, 0, index, 0, 0) + port)
+        self.request(SETLINK, ACK, struct.pack("=BxHiII", 7, 0, index, 0, 0) + port)
 
     def delete(self, index: int) -> None:
-        self.ask(DELLINK, ACK, struct.pack("=BxHiII", 0, 0, index, 0, 0))
+        self.request(DELLINK, ACK, struct.pack("=BxHiII", 0, 0, index, 0, 0))
 
     def isolated(self) -> set[int]:
-        """Indexes of the isolated bridge members, which cannot reach each other."""
-        found = set()
-        for _, body in self.ask(GETLINK, DUMP, struct.pack("=BxHiII", 7, 0, 0, 0, 0)):
+        """Return the indexes of isolated bridge members, which cannot reach each other."""
+        indexes = set()
+        for _, body in self.request(GETLINK, DUMP, struct.pack("=BxHiII", 7, 0, 0, 0, 0)):
             port = attributes(attributes(body[16:]).get(LINK_PROTINFO, b""))
             if port.get(BRPORT_ISOLATED, b"\0") != b"\0":
-                found.add(struct.unpack_from("=BxHi", body)[2])
-        return found
+                indexes.add(struct.unpack_from("=BxHi", body)[2])
+        return indexes
 
     # addresses
 
     def addresses(self) -> list[Address]:
-        found = []
-        for _, body in self.ask(GETADDR, DUMP, struct.pack("=BBBBi", 0, 0, 0, 0, 0)):
+        addresses = []
+        for _, body in self.request(GETADDR, DUMP, struct.pack("=BBBBi", 0, 0, 0, 0, 0)):
             family, prefix, _, _, index = struct.unpack_from("=BBBBi", body)
             attrs = attributes(body[8:])
-            found.append(Address(index, family, prefix, attrs.get(2) or attrs.get(1, b""), attrs.get(4, b"")))
-        return found
+            addresses.append(Address(index, family, prefix, attrs.get(2) or attrs.get(1, b""), attrs.get(4, b"")))
+        return addresses
 
     def address(self, kind: int, index: int, family: int, prefix: int, address: bytes, broadcast: bytes = b"") -> None:
         flags = ACK | (CREATE | REPLACE if kind == NEWADDR else 0)
         payload = struct.pack("=BBBBi", family, prefix, 0, 0, index) + attribute(2, address) + attribute(1, address)
-        self.ask(kind, flags, payload + (attribute(4, broadcast) if broadcast else b""))
+        self.request(kind, flags, payload + (attribute(4, broadcast) if broadcast else b""))
 
     # routes
 
@@ -189,40 +189,40 @@ class Net:
         header = struct.pack("=BBBBBBBBI", family, prefix, 0, 0, 254, 4 if kind != DELROUTE else 0, scope, 1, 0)
         payload = header + (attribute(1, to) if prefix else b"")
         payload += (attribute(5, gateway) if gateway else b"") + (number(4, index) if index else b"")
-        return self.ask(kind, flags, payload)
+        return self.request(kind, flags, payload)
 
     def route_for(self, family: int, to: bytes) -> tuple[dict[int, bytes], int] | None:
-        """The route to ``to``: (attributes, prefix) of the kernel's choice; None if there is none."""
+        """Return the attributes and prefix of the route that the kernel chooses for ``to``, or None."""
         size = len(to) * 8
         try:
             header = struct.pack("=BBBBBBBBI", family, size, 0, 0, 0, 0, 0, 0, 0x2000)  # RTM_F_FIB_MATCH
-            answer = self.ask(GETROUTE, ACK, header + attribute(1, to))
+            messages = self.request(GETROUTE, ACK, header + attribute(1, to))
         except OSError:
             return None
-        return attributes(answer[0][1][12:]), answer[0][1][1]
+        return attributes(messages[0][1][12:]), messages[0][1][1]
 
     def default_route(self, family: int) -> dict[int, bytes] | None:
-        for _, body in self.ask(GETROUTE, DUMP, struct.pack("=BBBBBBBBI", family, 0, 0, 0, 0, 0, 0, 0, 0)):
+        for _, body in self.request(GETROUTE, DUMP, struct.pack("=BBBBBBBBI", family, 0, 0, 0, 0, 0, 0, 0, 0)):
             if body[0] == family and body[1] == 0 and body[4] in (0, 254) and body[7] == 1:
                 return attributes(body[12:])
         return None
 
 
 def own_namespace() -> int:
-    """A descriptor of the network namespace this process is in."""
+    """Return a descriptor of this process's network namespace."""
     return os.open("/proc/self/ns/net", os.O_RDONLY | os.O_CLOEXEC)
 
 
-def net_of(holder: int) -> Net:
-    """A netlink socket for the network namespace of the process ``holder``; this process stays in its own."""
-    home = own_namespace()
-    there = os.open(f"/proc/{holder}/ns/net", os.O_RDONLY | os.O_CLOEXEC)
+def net_of(holder: int) -> NetlinkSocket:
+    """Open a netlink socket in the network namespace of the process ``holder``. This process stays in its own."""
+    home_fd = own_namespace()
+    target_fd = os.open(f"/proc/{holder}/ns/net", os.O_RDONLY | os.O_CLOEXEC)
     try:
-        base.setns(there, base.CLONE_NEWNET)
+        base.setns(target_fd, base.CLONE_NEWNET)
         try:
-            return Net()
+            return NetlinkSocket()
         finally:
-            base.setns(home, base.CLONE_NEWNET)
+            base.setns(home_fd, base.CLONE_NEWNET)
     finally:
-        os.close(there)
-        os.close(home)
+        os.close(target_fd)
+        os.close(home_fd)

@@ -1,4 +1,4 @@
-"""The part of pf.conf(5) that the gateway and its host role use: parsed strictly, printed as pfctl(8) prints it.
+"""Parse and print the part of pf.conf(5) that the gateway and its host role use, with the strictness of pfctl(8).
 
 Grammar: pf.conf(5) "GRAMMAR" and sbin/pfctl/parse.y; printing: sbin/pfctl/pfctl_parser.c print_rule().
 """
@@ -11,8 +11,8 @@ from shim import base
 
 Rule = dict  # what, direction, drop, quick, on, af, proto, source, sport, target, dport, state, flags, to, toport, …
 
-# Words of pf.conf(5) that start or continue a rule and that the shim lacks: reported as such, not as syntax errors.
-UNBUILT = set(
+# Keywords of pf.conf(5) that the shim does not support. They are not reported as syntax errors.
+UNSUPPORTED = set(
     "log user group os match scrub altq queue table antispoof load binat binat-anchor route-to reply-to dup-to "
     "tag tagged probability rtable received-on max-mss set-tos allow-opts fragment icmp-type icmp6-type dnpipe dnqueue "
     "return-rst return-icmp return-icmp6 ether include synproxy modulate static-port bitmask random source-hash "
@@ -23,11 +23,21 @@ KEYWORDS = set(
     "in out quick on inet inet6 proto from to port all any keep no state flags label pass block drop return nat rdr "
     "anchor nat-anchor rdr-anchor set skip".split()
 )
-ORDER = {"set": 0, "nat": 3, "rdr": 3, "no": 3, "nat-anchor": 3, "rdr-anchor": 3, "anchor": 4, "pass": 4, "block": 4}
+SECTION_ORDER = {
+    "set": 0,
+    "nat": 3,
+    "rdr": 3,
+    "no": 3,
+    "nat-anchor": 3,
+    "rdr-anchor": 3,
+    "anchor": 4,
+    "pass": 4,
+    "block": 4,
+}
 
 
-class SyntaxProblem(Exception):
-    """yyerror(): (line, message)."""
+class RuleSyntaxError(Exception):
+    """A syntax error in a file of rules. See yyerror()."""
 
     def __init__(self, line: int, message: str = "syntax error") -> None:
         super().__init__(message)
@@ -35,7 +45,10 @@ class SyntaxProblem(Exception):
 
 
 class Ruleset:
-    """The content of a file: ``nat`` (nat, rdr and their anchors) and ``filter``, in order; the main file's options."""
+    """The rules of a file, in order, and the options of the main file.
+
+    ``nat``: nat and rdr rules and their anchors. ``filter``: the other rules and anchors.
+    """
 
     def __init__(self) -> None:
         self.nat: list[Rule] = []
@@ -44,77 +57,79 @@ class Ruleset:
         self.block_return = False
 
 
-def tokens_of(line: str, number: int) -> list[str]:
-    """Words, strings (as ``"text``), and the marks ``{ } ( ) , ! = < > : ->``."""
-    found, at = [], 0
-    while at < len(line):
-        letter = line[at]
+def tokenize(line: str, line_number: int) -> list[str]:
+    """Split a line into words, strings (as ``"text``), and the symbols ``{ } ( ) , ! = < > ->``."""
+    tokens, index = [], 0
+    while index < len(line):
+        letter = line[index]
         if letter in " \t":
-            at += 1
+            index += 1
         elif letter == "#":
             break
         elif letter == '"':
-            end = line.find('"', at + 1)
+            end = line.find('"', index + 1)
             if end < 0:
-                raise SyntaxProblem(number)
-            found.append(line[at:end])
-            at = end + 1
-        elif line.startswith("->", at):
-            found.append("->")
-            at += 2
+                raise RuleSyntaxError(line_number)
+            tokens.append(line[index:end])
+            index = end + 1
+        elif line.startswith("->", index):
+            tokens.append("->")
+            index += 2
         elif letter in "{}(),!=<>":
-            found.append(letter)
-            at += 1
+            tokens.append(letter)
+            index += 1
         else:
-            end = at
+            end = index
             while end < len(line) and line[end] not in ' \t"{}(),!=<>#' and not line.startswith("->", end):
                 end += 1
-            found.append(line[at:end])
-            at = end
-    return found
+            tokens.append(line[index:end])
+            index = end
+    return tokens
 
 
 def parse(text: str, *, main: bool) -> Ruleset:
-    """Raises SyntaxProblem."""
-    result, macros, last = Ruleset(), {}, 0
+    """Parse a file of rules. ``main``: whether these are the main rules. Raises RuleSyntaxError."""
+    result, macros, last_rank = Ruleset(), {}, 0
     lines = text.split("\n")
-    at = 0
-    while at < len(lines):
-        number, line = at + 1, lines[at]
-        at += 1
-        while line.endswith("\\") and at < len(lines):
-            line = line[:-1] + " " + lines[at]
-            at += 1
-        words = tokens_of(line, number)
+    index = 0
+    while index < len(lines):
+        line_number, line = index + 1, lines[index]
+        index += 1
+        while line.endswith("\\") and index < len(lines):
+            line = line[:-1] + " " + lines[index]
+            index += 1
+        words = tokenize(line, line_number)
         if len(words) >= 3 and words[1] == "=" and words[0].isidentifier():
-            macros[words[0]] = [word for part in words[2:] for word in tokens_of(part.removeprefix('"'), number)]
+            macros[words[0]] = [word for part in words[2:] for word in tokenize(part.removeprefix('"'), line_number)]
             continue
-        words = [each for word in words for each in (expand(word, macros, number) if word[:1] == "$" else [word])]
+        words = [
+            each for word in words for each in (expand_macro(word, macros, line_number) if word[:1] == "$" else [word])
+        ]
         if not words:
             continue
-        rank = ORDER.get(words[0])
+        rank = SECTION_ORDER.get(words[0])
         if rank is None:
-            if words[0] in UNBUILT:
+            if words[0] in UNSUPPORTED:
                 raise base.unsupported(f"{words[0]} in pf rules")
-            raise SyntaxProblem(number)
-        if rank < last:
+            raise RuleSyntaxError(line_number)
+        if rank < last_rank:
             # parse.y check_rulestate()
-            raise SyntaxProblem(
-                number,
+            raise RuleSyntaxError(
+                line_number,
                 "Rules must be in order: options, ethernet, normalization, queueing, translation, filtering",
             )
-        last = rank
-        parse_statement(result, Words(words, number), main)
+        last_rank = rank
+        parse_statement(result, TokenStream(words, line_number), main)
     return result
 
 
-def expand(word: str, macros: dict[str, list[str]], number: int) -> list[str]:
+def expand_macro(word: str, macros: dict[str, list[str]], line_number: int) -> list[str]:
     if word[1:] not in macros:
-        raise SyntaxProblem(number, f"macro '{word[1:]}' not defined")
+        raise RuleSyntaxError(line_number, f"macro '{word[1:]}' not defined")
     return macros[word[1:]]
 
 
-class Words:
+class TokenStream:
     def __init__(self, words: list[str], line: int) -> None:
         self.words, self.line, self.at = words, line, 0
 
@@ -129,7 +144,7 @@ class Words:
         return word
 
     def take(self, *choices: str) -> str:
-        """The next word if it is one of ``choices``, else ""."""
+        """Consume and return the next word if it is one of ``choices``. Otherwise, return ""."""
         if self.peek() in choices and self.peek():
             return self.next()
         return ""
@@ -138,26 +153,26 @@ class Words:
         if self.next() != word:
             raise self.problem()
 
-    def problem(self, message: str = "syntax error") -> SyntaxProblem:
-        if self.peek() in UNBUILT:
+    def problem(self, message: str = "syntax error") -> RuleSyntaxError:
+        if self.peek() in UNSUPPORTED:
             raise base.unsupported(f"{self.peek()} in pf rules")
-        return SyntaxProblem(self.line, message)
+        return RuleSyntaxError(self.line, message)
 
     def take_list(self, take_item: object) -> list:  # type: ignore[type-arg]
-        """``one`` or ``{ one, one … }`` (commas may be left out)."""
+        """Parse one item, or a list of items in braces, separated by optional commas."""
         if not self.take("{"):
             return [take_item(self)]  # type: ignore[operator]
-        found = [take_item(self)]  # type: ignore[operator]
+        items = [take_item(self)]  # type: ignore[operator]
         while not self.take("}"):
             self.take(",")
-            found.append(take_item(self))  # type: ignore[operator]
-        return found
+            items.append(take_item(self))  # type: ignore[operator]
+        return items
 
 
-def parse_statement(result: Ruleset, words: Words, main: bool) -> None:
+def parse_statement(result: Ruleset, words: TokenStream, main: bool) -> None:
     first = words.next()
     if first == "set":
-        option(result, words, main)
+        parse_option(result, words, main)
     elif first in ("anchor", "nat-anchor", "rdr-anchor"):
         name = words.next()
         if not name.startswith('"') and not name[0].isalpha():
@@ -166,18 +181,18 @@ def parse_statement(result: Ruleset, words: Words, main: bool) -> None:
         words.take("all")
         (result.filter if first == "anchor" else result.nat).append(rule)
     elif first in ("pass", "block"):
-        result.filter += filter_rule(result, first, words)
+        result.filter += parse_filter_rule(result, first, words)
     else:
-        no = first == "no"
-        kind = words.next() if no else first
+        is_negated = first == "no"
+        kind = words.next() if is_negated else first
         if kind not in ("nat", "rdr"):
             raise words.problem()
-        result.nat += translation(kind, no, words)
+        result.nat += parse_translation(kind, is_negated, words)
     if words.peek():
         raise words.problem()
 
 
-def option(result: Ruleset, words: Words, main: bool) -> None:
+def parse_option(result: Ruleset, words: TokenStream, main: bool) -> None:
     if not main:
         raise base.unsupported("set in an anchor")
     name = words.next()
@@ -189,20 +204,20 @@ def option(result: Ruleset, words: Words, main: bool) -> None:
         if policy not in ("drop", "return"):
             raise words.problem()
         result.block_return = policy == "return"
-    elif name in UNBUILT:
+    elif name in UNSUPPORTED:
         raise base.unsupported(f"set {name} in pf rules")
     else:
         raise words.problem()
 
 
-def filter_rule(result: Ruleset, action: str, words: Words) -> list[Rule]:
-    """``action [in|out] [quick] [on if] [af] [proto p] [hosts] [options]``: in this order, as in parse.y."""
+def parse_filter_rule(result: Ruleset, action: str, words: TokenStream) -> list[Rule]:
+    """Parse ``action [in|out] [quick] [on if] [af] [proto p] [hosts] [options]``, in this order, as parse.y does."""
     rule: Rule = {"what": action, "drop": ""}
     if action == "block":
         rule["drop"] = words.take("drop", "return") or ("return" if result.block_return else "drop")
     rule["direction"] = words.take("in", "out")
     rule["quick"] = bool(words.take("quick"))
-    rules = common(rule, words)
+    rules = parse_match(rule, words)
     state, flags = "keep" if action == "pass" else "", ""
     while words.peek():
         word = words.next()
@@ -223,14 +238,14 @@ def filter_rule(result: Ruleset, action: str, words: Words) -> list[Rule]:
     return rules
 
 
-def translation(kind: str, no: bool, words: Words) -> list[Rule]:
-    """``[no] nat|rdr [pass] [on if] [af] [proto p] hosts [-> address [port n]]``."""
-    rule: Rule = {"what": kind, "no": no, "pass": bool(words.take("pass"))}
+def parse_translation(kind: str, is_negated: bool, words: TokenStream) -> list[Rule]:
+    """Parse ``[no] nat|rdr [pass] [on if] [af] [proto p] hosts [-> address [port n]]``."""
+    rule: Rule = {"what": kind, "no": is_negated, "pass": bool(words.take("pass"))}
     if rule["pass"] and kind == "nat":
         raise base.unsupported("nat pass in pf rules")
-    rules = common(rule, words)
+    rules = parse_match(rule, words)
     target, port = "", ""
-    if no:
+    if is_negated:
         if words.peek() == "->":
             raise words.problem()
     else:
@@ -238,35 +253,35 @@ def translation(kind: str, no: bool, words: Words) -> list[Rule]:
         target = "(" + words.next() + ")" if words.take("(") else words.next()
         if target.startswith("("):
             words.need(")")
-        elif not family(target.partition("/")[0]):
+        elif not family_of(target.partition("/")[0]):
             raise words.problem()
         if words.take("port"):
             port = words.next()
             if kind == "nat" or ":" in port:
                 raise base.unsupported("this port of a translation")
-            number(words, port)
+            parse_number(words, port)
     for each in rules:
         if each["what"] == "rdr" and port and each["proto"] not in ("tcp", "udp"):
             raise words.problem("port only applies to tcp/udp")
         each["to"], each["toport"] = target, port
         if target and not target.startswith("("):
-            each["af"] = each["af"] or family(target.partition("/")[0])
+            each["af"] = each["af"] or family_of(target.partition("/")[0])
     return rules
 
 
-def common(rule: Rule, words: Words) -> list[Rule]:
-    """The common part of filter and translation rules; lists expand to one rule for each member (expand_rule())."""
-    interfaces = words.take_list(interface) if words.take("on") else [""]
+def parse_match(rule: Rule, words: TokenStream) -> list[Rule]:
+    """Parse the common part of filter and translation rules. Lists expand to one rule per item (expand_rule())."""
+    interfaces = words.take_list(parse_interface) if words.take("on") else [""]
     af = words.take("inet", "inet6")
-    protocols = words.take_list(protocol) if words.take("proto") else [""]
+    protocols = words.take_list(parse_protocol) if words.take("proto") else [""]
     sources, sports, targets, dports = ["any"], [""], ["any"], [""]
     if not words.take("all"):
         if words.take("from"):
-            sources, sports = words.take_list(host), ports(words)
+            sources, sports = words.take_list(parse_host), parse_ports(words)
         if words.take("to"):
-            targets, dports = words.take_list(host), ports(words)
-    found = []
-    for on in interfaces:
+            targets, dports = words.take_list(parse_host), parse_ports(words)
+    rules = []
+    for interface in interfaces:
         for proto in protocols:
             for source in sources:
                 for sport in sports:
@@ -274,18 +289,18 @@ def common(rule: Rule, words: Words) -> list[Rule]:
                         for dport in dports:
                             if (sport or dport) and proto not in ("tcp", "udp"):
                                 raise words.problem("port only applies to tcp/udp")
-                            fields = {"on": on, "af": af, "proto": proto, "source": source, "sport": sport}
+                            fields = {"on": interface, "af": af, "proto": proto, "source": source, "sport": sport}
                             fields |= {"target": target, "dport": dport}
-                            if fit(fields, words):
-                                found.append({**rule, **fields})
-    if not found:
+                            if adopt_family(fields, words):
+                                rules.append({**rule, **fields})
+    if not rules:
         raise words.problem("rule expands to no valid combination")
-    return found
+    return rules
 
 
-def fit(fields: Rule, words: Words) -> bool:
-    """The address families must match; the rule adopts them."""
-    families = {family(fields[key].removeprefix("! ").partition("/")[0]) for key in ("source", "target")} - {""}
+def adopt_family(fields: Rule, words: TokenStream) -> bool:
+    """Set the rule's address family to that of its addresses. Returns False if they differ."""
+    families = {family_of(fields[key].removeprefix("! ").partition("/")[0]) for key in ("source", "target")} - {""}
     if fields["af"]:
         families.add(fields["af"])
     if len(families) > 1:
@@ -294,25 +309,25 @@ def fit(fields: Rule, words: Words) -> bool:
     return True
 
 
-def interface(words: Words) -> str:
-    no = "! " if words.take("!") else ""
+def parse_interface(words: TokenStream) -> str:
+    negation = "! " if words.take("!") else ""
     name = words.next()
     if name == "any":
         raise base.unsupported("on any in pf rules")
     if not name[0].isalnum() or len(name) > 15:
         raise words.problem()
-    return no + name
+    return negation + name
 
 
-def protocol(words: Words) -> str:
+def parse_protocol(words: TokenStream) -> str:
     name = words.next()
     if name not in ("tcp", "udp", "icmp", "icmp6", "ipv6-icmp"):
         raise base.unsupported(f"proto {name} in pf rules") if name.isalnum() else words.problem()
     return name
 
 
-def family(text: str) -> str:
-    """inet, inet6, or "" if it is not an address."""
+def family_of(text: str) -> str:
+    """Return the family of an address, ``inet`` or ``inet6``, or "" if the text is not an address."""
     for af, name in ((_socket.AF_INET, "inet"), (_socket.AF_INET6, "inet6")):
         try:
             _socket.inet_pton(af, text)
@@ -322,54 +337,54 @@ def family(text: str) -> str:
     return ""
 
 
-def host(words: Words) -> str:
-    no = "! " if words.take("!") else ""
+def parse_host(words: TokenStream) -> str:
+    negation = "! " if words.take("!") else ""
     word = words.next()
     if word == "any":
-        if no:
+        if negation:
             raise words.problem()
         return "any"
     if word == "(" and words.take("self"):
-        words.need(")")  # all addresses that this machine has when the packet arrives
-        return no + "(self)"
+        words.need(")")  # All addresses that this machine has when a packet arrives.
+        return negation + "(self)"
     if word in ("<", "("):
         raise base.unsupported("tables and interface addresses in pf rules")
     text, slash, length = word.partition("/")
-    af = family(text)
+    af = family_of(text)
     if not af:
         if word in KEYWORDS or not text[0].isalnum():
             raise words.problem()
         raise base.unsupported(f"the host {word} (no address) in pf rules")
     if slash and not (length.isdigit() and int(length) <= (32 if af == "inet" else 128)):
         raise words.problem("illegal netmask")
-    return no + (masked(text, af, int(length)) if slash else text)
+    return negation + (apply_mask(text, af, int(length)) if slash else text)
 
 
-def masked(text: str, af: str, length: int) -> str:
-    """pfctl stores an address with its mask applied, and does not print a mask of full length."""
+def apply_mask(text: str, af: str, length: int) -> str:
+    """Apply the mask to an address, as pfctl does. A mask of full length is omitted."""
     kind, size = (_socket.AF_INET, 4) if af == "inet" else (_socket.AF_INET6, 16)
     bits = int.from_bytes(_socket.inet_pton(kind, text), "big") >> (8 * size - length) << (8 * size - length)
-    plain: str = _socket.inet_ntop(kind, bits.to_bytes(size, "big"))
-    return plain if length == 8 * size else f"{plain}/{length}"
+    address: str = _socket.inet_ntop(kind, bits.to_bytes(size, "big"))
+    return address if length == 8 * size else f"{address}/{length}"
 
 
-def ports(words: Words) -> list[str]:
-    return words.take_list(port_of) if words.take("port") else [""]
+def parse_ports(words: TokenStream) -> list[str]:
+    return words.take_list(parse_port) if words.take("port") else [""]
 
 
-def port_of(words: Words) -> str:
-    """``= 80`` for 80, ``80:90``."""
+def parse_port(words: TokenStream) -> str:
+    """Parse a port or a range of ports. Returns ``= 80`` for 80, and ``80:90`` for a range."""
     if words.peek() in ("!", "<", ">"):
         raise base.unsupported("port comparisons in pf rules")
     words.take("=")
     word = words.next()
     low, colon, high = word.partition(":")
     if colon:
-        return f"{number(words, low)}:{number(words, high)}"
-    return f"= {number(words, low)}"
+        return f"{parse_number(words, low)}:{parse_number(words, high)}"
+    return f"= {parse_number(words, low)}"
 
 
-def number(words: Words, text: str) -> int:
+def parse_number(words: TokenStream, text: str) -> int:
     if text.isdigit():
         if int(text) > 65535:
             raise words.problem("illegal port value " + text)
@@ -383,8 +398,8 @@ def number(words: Words, text: str) -> int:
 # ---- printing -------------------------------------------------------------------------------------------------------
 
 
-def service(text: str, proto: str, numeric: bool) -> str:
-    """print_port(): the service's name unless -P."""
+def format_port(text: str, proto: str, numeric: bool) -> str:
+    """Return the name of a port's service, unless ``numeric`` (-P). See print_port()."""
     if numeric or not text.startswith("= "):
         return text
     try:
@@ -407,12 +422,12 @@ def show(rule: Rule, numeric: bool) -> str:
     words += ["on", rule["on"]] if rule["on"] else []
     words += [rule["af"]] if rule["af"] else []
     words += ["proto", rule["proto"]] if rule["proto"] else []
-    plain = rule["source"] == rule["target"] == "any" and not rule["sport"] and not rule["dport"]
-    if plain:
+    matches_all = rule["source"] == rule["target"] == "any" and not rule["sport"] and not rule["dport"]
+    if matches_all:
         words.append("all")
     else:
-        for key, host_, port_ in (("from", rule["source"], rule["sport"]), ("to", rule["target"], rule["dport"])):
-            words += [key, host_] + (["port", service(port_, rule["proto"], numeric)] if port_ else [])
+        for key, host, port in (("from", rule["source"], rule["sport"]), ("to", rule["target"], rule["dport"])):
+            words += [key, host] + (["port", format_port(port, rule["proto"], numeric)] if port else [])
     if rule.get("flags") and not (rule["flags"] == "any" and rule.get("state") == "no"):
         words.append(f"flags {rule['flags']}")
     if rule.get("state"):

@@ -1,10 +1,10 @@
-"""pf's rulesets as one nftables table.
+"""Translate pf's rulesets into one nftables table.
 
-pf evaluates its rules twice for a forwarded packet, ``in`` on one interface and ``out`` on the other: the hooks
-prerouting (after rdr) and postrouting (after nat). The last matching rule decides, ``quick`` decides at once, and
-without a match the packet passes: a verdict is kept in packet mark bits until the end. ``keep state`` is a bit in the
-connection's mark for the direction in which it was made; only connections with it bypass the rules. Anchors are
-evaluated where the main ruleset calls them, wildcards in alphabetical order; anchors without a call have no effect.
+pf evaluates its rules twice for a forwarded packet: ``in`` on one interface and ``out`` on the other. These are the
+hooks prerouting (after rdr) and postrouting (after nat). The last matching rule decides, a ``quick`` rule decides at
+once, and a packet without a match passes, so bits of the packet mark store the verdict until the end. ``keep state``
+sets a bit of the connection mark for the connection's direction. Only connections with this bit bypass the rules.
+Anchors are evaluated where the main ruleset calls them, wildcards in alphabetical order. Other anchors have no effect.
 """
 
 from __future__ import annotations
@@ -15,28 +15,28 @@ from shim import base, pf
 
 BLOCK, KEEP, RETURN, REDIRECTED = 0x40000000, 0x20000000, 0x10000000, 0x08000000
 STATE_IN, STATE_OUT = 0x40000000, 0x20000000
-ALL = BLOCK | KEEP | RETURN | REDIRECTED
-NFT = ("/usr/sbin/nft", "/sbin/nft", "/usr/bin/nft")
+ALL_MARKS = BLOCK | KEEP | RETURN | REDIRECTED
+NFT_PATHS = ("/usr/sbin/nft", "/sbin/nft", "/usr/bin/nft")
 
 
-def table() -> str:
-    """The name of the table, unique for each state directory."""
+def table_name() -> str:
+    """Return the name of the table, which is unique for each state directory."""
     return "freebsd_shim_" + "".join(letter if letter.isalnum() else "_" for letter in base.state_dir())[-40:]
 
 
 def interface_expression(key: str, name: str) -> list[str]:
-    no, plain = ("!= ", name[2:]) if name.startswith("! ") else ("", name)
-    plain = "lo" if plain == "lo0" else plain
-    return [f'{key} {no}"{plain}"'] if name else []
+    operator, interface = ("!= ", name[2:]) if name.startswith("! ") else ("", name)
+    interface = "lo" if interface == "lo0" else interface
+    return [f'{key} {operator}"{interface}"'] if name else []
 
 
 def address_expression(rule: pf.Rule, key: str, text: str) -> list[str]:
     if text == "any":
         return []
-    no, plain = ("!= ", text[2:]) if text.startswith("! ") else ("", text)
-    if plain == "(self)":
-        return [f"fib {key} type {no}local"]
-    return [f"{'ip6' if rule['af'] == 'inet6' else 'ip'} {key} {no}{plain}"]
+    operator, address = ("!= ", text[2:]) if text.startswith("! ") else ("", text)
+    if address == "(self)":
+        return [f"fib {key} type {operator}local"]
+    return [f"{'ip6' if rule['af'] == 'inet6' else 'ip'} {key} {operator}{address}"]
 
 
 def port_expression(rule: pf.Rule, key: str, text: str) -> list[str]:
@@ -55,23 +55,23 @@ def match_expressions(rule: pf.Rule, interface_key: str) -> list[str]:
 
 
 def expand_anchors(rulesets: dict, kind: str, anchors: tuple[str, ...], path: str = "") -> list[pf.Rule]:  # type: ignore[type-arg]
-    """The rules of the ruleset, with its anchors replaced by their rules."""
-    found: list[pf.Rule] = []
+    """Return the rules of a ruleset, with each anchor replaced by its rules."""
+    expanded: list[pf.Rule] = []
     for rule in rulesets.get(path, {}).get(kind, []):
         if "anchor" not in rule:
-            found.append(rule)
+            expanded.append(rule)
             continue
         if rule["what"] not in anchors:
             continue
         name = "/".join(part for part in (path, rule["anchor"]) if part)
-        below = sorted(each for each in rulesets if each.rpartition("/")[0] == name[:-2])
-        paths = below if name.endswith("/*") else [name]
+        children = sorted(each for each in rulesets if each.rpartition("/")[0] == name[:-2])
+        paths = children if name.endswith("/*") else [name]
         for each in paths:
-            found += expand_anchors(rulesets, kind, anchors, each)
-    return found
+            expanded += expand_anchors(rulesets, kind, anchors, each)
+    return expanded
 
 
-def filter_lines(rules: list[pf.Rule], direction: str) -> list[str]:
+def format_filter_rules(rules: list[pf.Rule], direction: str) -> list[str]:
     state = STATE_IN if direction == "in" else STATE_OUT
     lines = []
     for rule in rules:
@@ -102,9 +102,9 @@ def filter_lines(rules: list[pf.Rule], direction: str) -> list[str]:
 
 def set_mark(bits: int) -> str:
     return (
-        f"meta mark set meta mark and {~ALL & 0xFFFFFFFF:#x}"
+        f"meta mark set meta mark and {~ALL_MARKS & 0xFFFFFFFF:#x}"
         if not bits
-        else (f"meta mark set meta mark and {~ALL & 0xFFFFFFFF:#x} meta mark set meta mark or {bits:#x}")
+        else (f"meta mark set meta mark and {~ALL_MARKS & 0xFFFFFFFF:#x} meta mark set meta mark or {bits:#x}")
     )
 
 
@@ -112,7 +112,7 @@ def reject_statement(rule: pf.Rule) -> str:
     return "reject with tcp reset" if rule["proto"] == "tcp" else "reject"
 
 
-def nat_lines(rules: list[pf.Rule]) -> list[str]:
+def format_nat_rules(rules: list[pf.Rule]) -> list[str]:
     lines = []
     for rule in rules:
         if rule["what"] != "nat":
@@ -129,7 +129,7 @@ def nat_lines(rules: list[pf.Rule]) -> list[str]:
     return lines
 
 
-def rdr_lines(rules: list[pf.Rule]) -> list[str]:
+def format_rdr_rules(rules: list[pf.Rule]) -> list[str]:
     lines = []
     for rule in rules:
         if rule["what"] != "rdr":
@@ -137,17 +137,17 @@ def rdr_lines(rules: list[pf.Rule]) -> list[str]:
         if rule["no"]:
             action = "accept"
         else:
-            where = rule["to"] + (f":{rule['toport']}" if rule["toport"] else "")
-            action = f"dnat {'ip6' if rule['af'] == 'inet6' else 'ip'} to {where}"
+            target = rule["to"] + (f":{rule['toport']}" if rule["toport"] else "")
+            action = f"dnat {'ip6' if rule['af'] == 'inet6' else 'ip'} to {target}"
             if rule["pass"]:
                 action = f"meta mark set meta mark or {REDIRECTED:#x} {action}"
         lines.append(" ".join([*match_expressions(rule, "iifname"), action]))
     return lines
 
 
-def ruleset(state: dict) -> str:  # type: ignore[type-arg]
-    """The nft(8) script that applies the state atomically."""
-    name = table()
+def format_ruleset(state: dict) -> str:  # type: ignore[type-arg]
+    """Return the nft(8) script that applies the state atomically."""
+    name = table_name()
     head = f"table inet {name}\ndelete table inet {name}\n"
     if not state["enabled"] or not any(any(each.values()) for each in state["rules"].values()):
         return head
@@ -155,10 +155,10 @@ def ruleset(state: dict) -> str:  # type: ignore[type-arg]
     nat = expand_anchors(state["rules"], "nat", ("nat-anchor",))
     rdr = expand_anchors(state["rules"], "nat", ("rdr-anchor",))
     chains = [
-        ("rdr", "type nat hook prerouting priority -100", rdr_lines(rdr)),
-        ("in", "type filter hook prerouting priority -90", filter_pass(state, rules, "in")),
-        ("nat", "type nat hook postrouting priority 100", nat_lines(nat)),
-        ("out", "type filter hook postrouting priority 110", filter_pass(state, rules, "out")),
+        ("rdr", "type nat hook prerouting priority -100", format_rdr_rules(rdr)),
+        ("in", "type filter hook prerouting priority -90", format_filter_chain(state, rules, "in")),
+        ("nat", "type nat hook postrouting priority 100", format_nat_rules(nat)),
+        ("out", "type filter hook postrouting priority 110", format_filter_chain(state, rules, "out")),
     ]
     body = "".join(
         f"  chain pf_{key} {{\n    {hook}; policy accept;\n" + "".join(f"    {line}\n" for line in lines) + "  }\n"
@@ -168,59 +168,61 @@ def ruleset(state: dict) -> str:  # type: ignore[type-arg]
     return f"{head}table inet {name} {{\n{body}}}\n" if body else head
 
 
-def filter_pass(state: dict, rules: list[pf.Rule], direction: str) -> list[str]:  # type: ignore[type-arg]
-    """One of the two passes through the filter rules; empty if there are no rules."""
+def format_filter_chain(state: dict, rules: list[pf.Rule], direction: str) -> list[str]:  # type: ignore[type-arg]
+    """Return the chain for one direction of the filter rules. It is empty if there are no rules."""
     if not rules:
         return []
-    key, own, other = ("iifname", STATE_IN, STATE_OUT) if direction == "in" else ("oifname", STATE_OUT, STATE_IN)
+    key, own_state, reply_state = (
+        ("iifname", STATE_IN, STATE_OUT) if direction == "in" else ("oifname", STATE_OUT, STATE_IN)
+    )
     lines = [" ".join([*interface_expression(key, name), "accept"]) for name in state["skip"]]
     lines += [
-        f"ct direction original ct state established,related ct mark and {own:#x} != 0 accept",
-        f"ct direction reply ct state established,related ct mark and {other:#x} != 0 accept",
+        f"ct direction original ct state established,related ct mark and {own_state:#x} != 0 accept",
+        f"ct direction reply ct state established,related ct mark and {reply_state:#x} != 0 accept",
     ]
     if direction == "in":
-        lines.append(f"meta mark and {REDIRECTED:#x} != 0 ct mark set ct mark or {own:#x} accept")
-    lines.append(f"meta mark set meta mark and {~ALL & 0xFFFFFFFF:#x}")
-    lines += filter_lines(rules, direction)
+        lines.append(f"meta mark and {REDIRECTED:#x} != 0 ct mark set ct mark or {own_state:#x} accept")
+    lines.append(f"meta mark set meta mark and {~ALL_MARKS & 0xFFFFFFFF:#x}")
+    lines += format_filter_rules(rules, direction)
     if direction == "in":
         lines.append(f"meta mark and {RETURN:#x} != 0 meta l4proto tcp reject with tcp reset")
         lines.append(f"meta mark and {RETURN:#x} != 0 reject")
     return [
         *lines,
         f"meta mark and {BLOCK:#x} != 0 drop",
-        f"meta mark and {KEEP:#x} != 0 ct mark set ct mark or {own:#x}",
+        f"meta mark and {KEEP:#x} != 0 ct mark set ct mark or {own_state:#x}",
     ]
 
 
 def apply_ruleset(state: dict) -> None:  # type: ignore[type-arg]
-    run_nft(ruleset(state))
+    run_nft(format_ruleset(state))
 
 
 def remove_ruleset() -> None:
-    run_nft(f"table inet {table()}\ndelete table inet {table()}\n")
+    run_nft(f"table inet {table_name()}\ndelete table inet {table_name()}\n")
 
 
 def run_nft(script: str) -> None:
-    """Pass the script to nft(8). Raises RuntimeError with its error message: a bug of the translation."""
-    nft = next((path for path in NFT if os.access(path, os.X_OK)), "")
+    """Run a script with nft(8). An error is a bug of this module and raises RuntimeError."""
+    nft = next((path for path in NFT_PATHS if os.access(path, os.X_OK)), "")
     if not nft:
         raise base.unsupported("pf without nftables")
-    back, front = os.pipe()
-    said, telling = os.pipe()
+    input_read, input_write = os.pipe()
+    output_read, output_write = os.pipe()
     child = os.fork()
     if child == 0:
-        os.dup2(back, 0)
-        os.dup2(telling, 1)
-        os.dup2(telling, 2)
+        os.dup2(input_read, 0)
+        os.dup2(output_write, 1)
+        os.dup2(output_write, 2)
         try:
             os.execv(nft, [nft, "-f", "-"])
         finally:
             os._exit(127)
-    os.close(back)
-    os.close(telling)
-    with os.fdopen(front, "w") as stream:
+    os.close(input_read)
+    os.close(output_write)
+    with os.fdopen(input_write, "w") as stream:
         stream.write(script)
-    with os.fdopen(said) as stream:
-        answer = stream.read()
+    with os.fdopen(output_read) as stream:
+        output = stream.read()
     if os.waitpid(child, 0)[1]:
-        raise RuntimeError(f"nft refused the translated rules: {answer}\n{script}")
+        raise RuntimeError(f"nft refused the translated rules: {output}\n{script}")

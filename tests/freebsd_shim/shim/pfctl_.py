@@ -13,8 +13,8 @@ usage: pfctl [-AdeghMmNnOPqRrvz] [-a anchor] [-D macro=value] [-F modifier]
 \t[-k host | network | gateway | label | id] [-o level] [-p device]
 \t[-s modifier] [-t table -T command [address ...]] [-x level]"""
 EMPTY = {"enabled": True, "skip": [], "rules": {}}
-SHOWN = ("nat", "rules", "Anchors", "info")
-FLUSHED = ("nat", "rules", "all")
+SHOWABLE = ("nat", "rules", "Anchors", "info")
+FLUSHABLE = ("nat", "rules", "all")
 MODIFIERS = (
     "ether nat queue rules Anchors Sources states info Running labels timeouts memory Tables osfp Interfaces all "
     "creatorids Reset"
@@ -35,49 +35,49 @@ def main(argv: list[str]) -> int:
     anchor = values.get("a", "").strip("/")
     if any(len(part) >= 64 for part in anchor.split("/")):  # PF_ANCHOR_NAME_SIZE
         raise base.errx(1, f"anchor name '{anchor}' too long")
-    show_what = modifier(values, "s", SHOWN)
-    flush_what = modifier(values, "F", FLUSHED)
+    shown_modifier = find_modifier(values, "s", SHOWABLE)
+    flushed_modifier = find_modifier(values, "F", FLUSHABLE)
     if base.knob("pf.loaded") != "1":
         raise base.err(1, "/dev/pf", errno.ENOENT)
     quiet = "q" in values
     with base.locked():
         state = {**EMPTY, **base.load("pf", EMPTY)}
-        if show_what:
-            show(state, anchor, show_what, "P" in values)
-        if flush_what:
-            flush(state, anchor, flush_what, quiet)
+        if shown_modifier:
+            show(state, anchor, shown_modifier, "P" in values)
+        if flushed_modifier:
+            flush(state, anchor, flushed_modifier, quiet)
         if "k" in values:
-            kill([value for letter, value in options if letter == "k"], quiet)
+            kill_states([value for letter, value in options if letter == "k"], quiet)
         if "f" in values:
             load(state, anchor, values["f"], "n" in values)
-        for letter, wanted in (("e", True), ("d", False)):
+        for letter, should_enable in (("e", True), ("d", False)):
             if letter in values:
-                enable(state, wanted, quiet)
+                enable(state, should_enable, quiet)
     return 0
 
 
-def kill(places: list[str], quiet: bool) -> None:
-    """pfctl_net_kill_states(): from the first, to the second."""
-    if len(places) > 2:
+def kill_states(addresses: list[str], quiet: bool) -> None:
+    """Delete the states from the first address to the second one. See pfctl_net_kill_states()."""
+    if len(addresses) > 2:
         raise base.usage(USAGE)  # main(): "if (state_killers >= 2) usage()"
-    found = []
-    for place in places:
+    ranges = []
+    for address in addresses:
         try:
-            found.append(states.Place(place))
+            ranges.append(states.AddressRange(address))
         except OSError:
-            raise base.unsupported(f"-k {place}") from None
-    killed = states.kill(found[0], found[1] if len(found) > 1 else None)
+            raise base.unsupported(f"-k {address}") from None
+    killed = states.kill(ranges[0], ranges[1] if len(ranges) > 1 else None)
     if not quiet:
-        sys.stderr.write(f"killed {killed} states from 1 sources and {len(found) - 1} destinations\n")
+        sys.stderr.write(f"killed {killed} states from 1 sources and {len(ranges) - 1} destinations\n")
 
 
-def modifier(values: dict[str, str], letter: str, built: tuple[str, ...]) -> str:
-    """pfctl_lookup_option(): a prefix is enough ("-s r", "-F all"); the first match counts."""
+def find_modifier(values: dict[str, str], letter: str, supported: tuple[str, ...]) -> str:
+    """Return the first modifier that begins with an option's value ("-s r"). See pfctl_lookup_option()."""
     if letter not in values:
         return ""
     for name in MODIFIERS:
         if values[letter] and name.startswith(values[letter]):
-            if name not in built:
+            if name not in supported:
                 raise base.unsupported(f"-{letter} {name}")
             return name
     base.warnx(f"Unknown {'show' if letter == 's' else 'flush'} modifier '{values[letter]}'")
@@ -85,13 +85,13 @@ def modifier(values: dict[str, str], letter: str, built: tuple[str, ...]) -> str
 
 
 def commit(state: dict) -> None:  # type: ignore[type-arg]
-    """pf_remove_if_empty_ruleset(): an anchor without rules is removed."""
+    """Apply and save the state without empty anchors. See pf_remove_if_empty_ruleset()."""
     state["rules"] = {name: each for name, each in state["rules"].items() if not name or each["nat"] or each["filter"]}
     pf_nft.apply_ruleset(state)
     base.save("pf", state)
 
 
-def load(state: dict, anchor: str, path: str, dry: bool) -> None:  # type: ignore[type-arg]
+def load(state: dict, anchor: str, path: str, dry_run: bool) -> None:  # type: ignore[type-arg]
     name = "stdin" if path == "-" else path
     try:
         if path == "-":
@@ -102,64 +102,64 @@ def load(state: dict, anchor: str, path: str, dry: bool) -> None:  # type: ignor
     except OSError as error:
         base.warn(path, error.errno or 0)
         base.warn("cannot open the main config file!", error.errno or 0)
-        raise not_loaded(dry) from None
+        raise load_failure(dry_run) from None
     try:
         ruleset = pf.parse(text, main=not anchor)
-    except pf.SyntaxProblem as problem:
+    except pf.RuleSyntaxError as problem:
         sys.stderr.write(f"{name}:{problem.line}: {problem.message}\n")
-        raise not_loaded(dry) from None
+        raise load_failure(dry_run) from None
     state["rules"][anchor] = {"nat": ruleset.nat, "filter": ruleset.filter}
     if not anchor:
         state["skip"] = ruleset.skip
-    if dry:
-        pf_nft.ruleset(state)
+    if dry_run:
+        pf_nft.format_ruleset(state)
     else:
         commit(state)
 
 
-def not_loaded(dry: bool) -> SystemExit:
-    """pfctl_rules(): with -n, only the parser's line is printed."""
-    return SystemExit(1) if dry else base.errx(1, "Syntax error in config file: pf rules not loaded")
+def load_failure(dry_run: bool) -> SystemExit:
+    """Return the exception to raise if rules cannot be loaded. With -n, it prints no message. See pfctl_rules()."""
+    return SystemExit(1) if dry_run else base.errx(1, "Syntax error in config file: pf rules not loaded")
 
 
-def flush(state: dict, anchor: str, what: str, quiet: bool) -> None:  # type: ignore[type-arg]
+def flush(state: dict, anchor: str, modifier: str, quiet: bool) -> None:  # type: ignore[type-arg]
     rules = state["rules"].setdefault(anchor, {"nat": [], "filter": []})
-    said = []
-    if what in ("rules", "all"):
+    messages = []
+    if modifier in ("rules", "all"):
         rules["filter"] = []
-        said.append("rules cleared")
-    if what in ("nat", "all"):
+        messages.append("rules cleared")
+    if modifier in ("nat", "all"):
         rules["nat"] = []
-        said.append("nat cleared")
-    if what == "all":
-        said.append("0 tables deleted.")
+        messages.append("nat cleared")
+    if modifier == "all":
+        messages.append("0 tables deleted.")
     commit(state)
     if not quiet:
-        sys.stderr.write("".join(line + "\n" for line in said))
+        sys.stderr.write("".join(line + "\n" for line in messages))
 
 
-def show(state: dict, anchor: str, what: str, numeric: bool) -> None:  # type: ignore[type-arg]
-    if what == "info":
-        base.say(f"Status: {'Enabled' if state['enabled'] else 'Disabled'}")
+def show(state: dict, anchor: str, modifier: str, numeric: bool) -> None:  # type: ignore[type-arg]
+    if modifier == "info":
+        base.print_line(f"Status: {'Enabled' if state['enabled'] else 'Disabled'}")
         return
-    if what == "Anchors":
+    if modifier == "Anchors":
         prefix = anchor + "/" if anchor else ""
         below = {name[len(prefix) :].partition("/")[0] for name in state["rules"] if name and name.startswith(prefix)}
         for name in sorted(below):
-            base.say(f"  {prefix}{name}")
+            base.print_line(f"  {prefix}{name}")
         return
     rules = state["rules"].get(anchor, {"nat": [], "filter": []})
     if anchor and anchor not in state["rules"] and not any(n.startswith(anchor + "/") for n in state["rules"]):
         raise base.err(1, "DIOCGETRULES", errno.EINVAL)  # pfctl_show_rules()
-    for rule in rules["filter" if what == "rules" else "nat"]:
-        base.say(pf.show(rule, numeric))
+    for rule in rules["filter" if modifier == "rules" else "nat"]:
+        base.print_line(pf.show(rule, numeric))
 
 
-def enable(state: dict, wanted: bool, quiet: bool) -> None:  # type: ignore[type-arg]
-    """pfctl_enable(): EEXIST, pfctl_disable(): ENOENT."""
-    if state["enabled"] == wanted:
-        raise base.errx(1, "pf already enabled" if wanted else "pf not enabled")
-    state["enabled"] = wanted
+def enable(state: dict, should_enable: bool, quiet: bool) -> None:  # type: ignore[type-arg]
+    """Enable or disable pf. Fails if there is nothing to change, like pfctl_enable() and pfctl_disable()."""
+    if state["enabled"] == should_enable:
+        raise base.errx(1, "pf already enabled" if should_enable else "pf not enabled")
+    state["enabled"] = should_enable
     commit(state)
     if not quiet:
-        sys.stderr.write("pf enabled\n" if wanted else "pf disabled\n")
+        sys.stderr.write("pf enabled\n" if should_enable else "pf disabled\n")

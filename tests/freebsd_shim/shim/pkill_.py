@@ -35,7 +35,7 @@ def main(argv: list[str]) -> int:
 
 
 def pgrep_main(argv: list[str]) -> int:
-    return select(argv, "fij:lnxv", lambda pid: base.say(str(pid)))
+    return select(argv, "fij:lnxv", lambda pid: base.print_line(str(pid)))
 
 
 def kill(pid: int, number: int) -> None:
@@ -47,30 +47,33 @@ def kill(pid: int, number: int) -> None:
         raise base.err(ERROR, f"signalling pid {pid}", error.errno or 0) from None
 
 
-def select(argv: list[str], known: str, act: object) -> int:
+def select(argv: list[str], supported: str, action: object) -> int:
     try:
         options, patterns = base.getopt(argv, "DF:G:ILM:N:P:SU:ac:d:fg:ij:lnoqs:t:u:vx")
     except base.BadOption:
         raise usage() from None
     for letter, _ in options:
-        if letter not in known or letter in "nv:" or (letter == "l"):
+        if letter not in supported or letter in "nv:" or (letter == "l"):
             raise base.unsupported(f"-{letter}")
     option_letters = {letter for letter, _ in options}
-    wanted = [value for letter, value in options if letter == "j"]
-    if not wanted and not patterns:
+    jail_arguments = [value for letter, value in options if letter == "j"]
+    if not jail_arguments and not patterns:
         raise usage()
-    candidates = is_in_jails(wanted) if wanted else all_processes()
-    found = [pid for pid in candidates if not patterns or matches(pid, patterns, option_letters)]
-    for pid in found:
-        act(pid)  # type: ignore[operator]
+    candidates = jail_processes(jail_arguments) if jail_arguments else all_processes()
+    pids = [pid for pid in candidates if not patterns or matches(pid, patterns, option_letters)]
+    for pid in pids:
+        action(pid)  # type: ignore[operator]
     sys.stdout.flush()
-    return MATCH if found else NO_MATCH
+    return MATCH if pids else NO_MATCH
 
 
-def is_in_jails(lists: list[str]) -> list[int]:
-    """makelist(LT_JID): jids or names, separated by commas; 0 (and "any") is every jail."""
+def jail_processes(arguments: list[str]) -> list[int]:
+    """Return the processes of jails, given by jid or name, separated by commas. See makelist(LT_JID).
+
+    0 and "any" mean all jails.
+    """
     jails = []
-    for word in ",".join(lists).split(","):
+    for word in ",".join(arguments).split(","):
         if not word:
             raise usage()
         if word in ("0", "any"):
@@ -79,7 +82,7 @@ def is_in_jails(lists: list[str]) -> list[int]:
         if word == "none":
             raise base.unsupported("-j none")
         if word.isdigit():
-            # A number is not looked up: it matches the processes of the jail with that number, or none.
+            # A number may be that of a jail that does not exist.
             jails += [jail for jail in prison.table()["jails"] if jail["jid"] == int(word)]
             continue
         try:
@@ -106,7 +109,7 @@ def matches(pid: int, patterns: list[str], option_letters: set[str]) -> bool:
         return False
     flags = re.IGNORECASE if "i" in option_letters else 0
     try:
-        check = re.fullmatch if "x" in option_letters else re.search
-        return any(check(pattern, text, flags) for pattern in patterns)
+        match_function = re.fullmatch if "x" in option_letters else re.search
+        return any(match_function(pattern, text, flags) for pattern in patterns)
     except re.error as error:
         raise base.errx(BAD_USAGE, f"Cannot compile regular expression `{patterns[0]}' ({error})") from None

@@ -1,10 +1,10 @@
-"""Jails as the kernel manages them: sys/kern/kern_jail.c on Linux namespaces.
+"""Implement the kernel's part of jails (sys/kern/kern_jail.c) with Linux namespaces.
 
-A jail is a *holder*: a sleeping process, the first of a new pid namespace, with its own network (vnet), host name and
-System V IPC namespaces, whose working directory is the jail's path. As in FreeBSD, the mount table is the host's: a
-mount or unmount below the path immediately affects the jail, and a path with a jail in it is busy.
+A jail is represented by a *holder*: a sleeping process, the first of a new pid namespace, with its own network (vnet),
+host name and System V IPC namespaces. Its working directory is the jail's path. As on FreeBSD, jails share the host's
+mount table: a mount or unmount below the path immediately affects the jail, and a path with a jail in it is busy.
 
-Processes of a jail are confined by chroot(2), without the capabilities that would let them escape.
+Processes of a jail are confined by chroot(2) and lack the capabilities with which they could escape.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ Jail = dict  # jid, name, path, holder, born, vnet, params{}, dying
 
 # ---- parameters -------------------------------------------------------------------------------------------------
 # jail(8) "Core Parameters"; kern_jail.c SYSCTL_JAIL_PARAM*; the letter is the type of lib/libjail/jail.c
-# (B boolean, I integer, S string, J jailsys); "+" = only at creation (CTLFLAG_RDTUN), "-" = read only.
+# (B boolean, I integer, S string, J jailsys). "+": can only be set at creation (CTLFLAG_RDTUN). "-": read-only.
 
 PARAMS = {
     "jid": "I+",
@@ -62,60 +62,63 @@ ALLOW = (
 ).split()
 PARAMS.update({f"allow.{name}": "B" for name in ALLOW})
 # kern_jail.c JAIL_DEFAULT_ALLOW
-ALLOWED = {"allow.set_hostname", "allow.reserved_ports", "allow.unprivileged_proc_debug", "allow.suser"}
+DEFAULT_ALLOW = {"allow.set_hostname", "allow.reserved_ports", "allow.unprivileged_proc_debug", "allow.suser"}
 
 JAILSYS = ["disable", "new", "inherit"]
 JAIL_MAX = 999999
 
 
 class JailError(Exception):
-    """The content of libjail's jail_errmsg."""
+    """An error with the text of libjail's jail_errmsg."""
 
 
-def positive(name: str) -> str | None:
-    """``allow.noraw_sockets`` → ``allow.raw_sockets``; None if the name has no "no" (libjail nononame())."""
+def strip_no(name: str) -> str | None:
+    """Return ``allow.raw_sockets`` for ``allow.noraw_sockets``, or None for a name without "no". See nononame()."""
     head, dot, tail = name.rpartition(".")
     return head + dot + tail[2:] if tail.startswith("no") else None
 
 
-def describe(name: str) -> tuple[str, str, bool]:
-    """(the parameter's own name, its type, whether it has its "no" form). Raises JailError as jailparam_type()."""
+def look_up_parameter(name: str) -> tuple[str, str, bool]:
+    """Return a parameter's name, its type, and whether ``name`` is its "no" form. Raises JailError.
+
+    See jailparam_type().
+    """
     if name in PARAMS:
         return name, PARAMS[name], False
     if base.osreldate() >= 1500000 and (name in ("meta", "env") or name.startswith(("meta.", "env."))):
         return name, "S", False  # jail(8) of 15.0: meta, env
-    plain = positive(name)
-    if plain is not None and PARAMS.get(plain, "").startswith("B"):
-        return plain, PARAMS[plain], True
+    positive_name = strip_no(name)
+    if positive_name is not None and PARAMS.get(positive_name, "").startswith("B"):
+        return positive_name, PARAMS[positive_name], True
     raise JailError(f"unknown parameter: {name}")
 
 
 def convert(name: str, text: str | None) -> tuple[str, object]:
-    """A parameter as given → (own name, value). Raises JailError with the messages of jailparam_import()."""
-    own, kind, no = describe(name)
+    """Return a parameter's name and converted value. Raises JailError with the messages of jailparam_import()."""
+    parameter, kind, is_negated = look_up_parameter(name)
     if kind[0] == "B":
         if text is None:
-            return own, not no
+            return parameter, not is_negated
         if text.lower() in ("false", "true"):
-            return own, (text.lower() == "true") != no
+            return parameter, (text.lower() == "true") != is_negated
         if not is_integer(text):
             raise JailError(f'{name}: unknown boolean value "{text}"')
-        return own, (int(text) != 0) != no
+        return parameter, (int(text) != 0) != is_negated
     if kind[0] == "J":
         if not text:  # "Allow setting a jailsys parameter to "new" in a booleanesque fashion."
-            return own, "new"
+            return parameter, "new"
         if text.lower() in JAILSYS:
-            return own, text.lower()
+            return parameter, text.lower()
         if not is_integer(text):
             raise JailError(f'{name}: unknown jailsys value "{text}"')
         if not 0 <= int(text) < len(JAILSYS):
             raise JailError(f"jail_set: {base.strerror(errno.EINVAL)}")
-        return own, JAILSYS[int(text)]
+        return parameter, JAILSYS[int(text)]
     if kind[0] == "I":
         if not is_integer(text or ""):
             raise JailError(f'{name}: non-integer value "{text or ""}"')
-        return own, int(text or "")
-    return own, text or ""
+        return parameter, int(text or "")
+    return parameter, text or ""
 
 
 def is_integer(text: str) -> bool:
@@ -127,7 +130,7 @@ def is_integer(text: str) -> bool:
 
 
 def start_time(pid: int) -> int:
-    """The start time of the process (clock ticks since boot), 0 if it does not run: detects reuse of a pid."""
+    """Return the start time of a process in clock ticks since boot, or 0 if it is not running. Detects reused pids."""
     try:
         with open(f"/proc/{pid}/stat", "rb") as file:
             fields = file.read().rpartition(b")")[2].split()
@@ -137,9 +140,9 @@ def start_time(pid: int) -> int:
 
 
 def table() -> dict:  # type: ignore[type-arg]
-    """The list of jails without those that have ended; saves changes only under the lock."""
+    """Return the state without jails that have ended. Saves a changed state if this process holds the lock."""
     state = base.load("jails", {"last": 0, "jails": []})
-    kept, changed = [], False
+    remaining, changed = [], False
     for jail in state["jails"]:
         if start_time(jail["holder"]) != jail["born"]:
             continue  # the machine was restarted, or the holder was killed
@@ -147,80 +150,80 @@ def table() -> dict:  # type: ignore[type-arg]
             finish(jail)
             continue
         if not jail["dying"] and not jail["params"]["persist"] and not processes(jail):
-            # A jail without persist is removed with its last process (jail(8) "persist"), after dying like any jail.
+            # A jail without persist begins to die when its last process exits (jail(8) "persist").
             jail["dying"] = dying_duration()
             if not jail["dying"]:
                 finish(jail)
                 continue
             changed = True
-        kept.append(jail)
-    if changed or len(kept) != len(state["jails"]):
-        state["jails"] = kept
+        remaining.append(jail)
+    if changed or len(remaining) != len(state["jails"]):
+        state["jails"] = remaining
         if base.locked.depth:
             base.save("jails", state)
     return state
 
 
 def dying_duration() -> str:
-    """How long a jail that ends now remains dying: ``forever``, until a time, or "" for not at all."""
-    wish = base.knob("dying")
-    return "" if wish == "0" else wish if wish == "forever" else str(time.time() + float(wish))
+    """Return until when a jail that ends now stays dying: a time, ``forever``, or "" if it does not."""
+    duration = base.knob("dying")
+    return "" if duration == "0" else duration if duration == "forever" else str(time.time() + float(duration))
 
 
 def has_finished_dying(jail: Jail) -> bool:
-    """Whether its time of dying is over."""
+    """Return whether a dying jail can be removed now."""
     if jail["dying"] == "forever":
         return base.knob("dying") == "0"
     return float(jail["dying"]) <= time.time()
 
 
 def find(key: str, *, dying: bool = False) -> Jail:
-    """jail_getid(3): by jid if it is a number, else by name. Raises JailError with the messages of kern_jail_get()."""
-    number = key.isascii() and key.isdigit()
-    what = key if number else f'"{key}"'
-    late = None
+    """Return the jail with this jid or name, like jail_getid(3). Raises JailError with the texts of kern_jail_get()."""
+    is_number = key.isascii() and key.isdigit()
+    description = key if is_number else f'"{key}"'
+    dying_jail = None
     for jail in table()["jails"]:
-        if (jail["jid"] == int(key)) if number else (jail["name"] == key):
+        if (jail["jid"] == int(key)) if is_number else (jail["name"] == key):
             if not jail["dying"]:
                 return jail
-            late = jail
-    if late is not None:
+            dying_jail = jail
+    if dying_jail is not None:
         if dying:
-            return late
-        raise JailError(f"jail {what} is dying")
-    raise JailError(f"jail {what} not found")
+            return dying_jail
+        raise JailError(f"jail {description} is dying")
+    raise JailError(f"jail {description} not found")
 
 
 def processes(jail: Jail) -> list[int]:
-    """Pids (in the host's namespace) of the jail's processes, without the holder."""
+    """Return the pids of the jail's processes in the host's namespace, without the holder."""
     try:
-        space = os.readlink(f"/proc/{jail['holder']}/ns/pid")
+        namespace = os.readlink(f"/proc/{jail['holder']}/ns/pid")
     except OSError:
         return []
-    found = []
+    pids = []
     for entry in os.listdir("/proc"):
         if entry.isdigit() and int(entry) != jail["holder"]:
             try:
-                if os.readlink(f"/proc/{entry}/ns/pid") == space:
-                    found.append(int(entry))
+                if os.readlink(f"/proc/{entry}/ns/pid") == namespace:
+                    pids.append(int(entry))
             except OSError:
                 continue
-    return found
+    return pids
 
 
-def create(given: dict[str, object]) -> Jail:
-    """jail_set(JAIL_CREATE) with converted parameters. Raises JailError with the messages of kern_jail_set()."""
-    check(given)
-    if not given.get("persist"):
+def create(settings: dict[str, object]) -> Jail:
+    """Create a jail, like jail_set(JAIL_CREATE). Raises JailError with the messages of kern_jail_set()."""
+    check(settings)
+    if not settings.get("persist"):
         raise JailError("new jail must persist or attach")
-    if given.get("vnet") == "new" and any(name in given for name in ("ip4", "ip4.addr", "ip6", "ip6.addr")):
+    if settings.get("vnet") == "new" and any(name in settings for name in ("ip4", "ip4.addr", "ip6", "ip6.addr")):
         raise JailError("vnet jails cannot have IP address restrictions")
-    if "ip4.addr" in given or "ip6.addr" in given:
+    if "ip4.addr" in settings or "ip6.addr" in settings:
         raise base.unsupported("ip4.addr and ip6.addr of a jail without vnet")
-    name, jid = str(given.get("name", "")), int(given.get("jid", 0))  # type: ignore[call-overload]
+    name, jid = str(settings.get("name", "")), int(settings.get("jid", 0))  # type: ignore[call-overload]
     if not jid and name.isascii() and name.isdigit():
         jid = int(name)
-    path = os.path.realpath(str(given.get("path", "/")))
+    path = os.path.realpath(str(settings.get("path", "/")))
     if not os.path.isdir(path):
         raise JailError(f"jail_set: {base.strerror(errno.ENOTDIR)}")
     with base.locked():
@@ -239,7 +242,7 @@ def create(given: dict[str, object]) -> Jail:
         if name.isascii() and name.isdigit() and name != str(jid):
             raise JailError("name cannot be numeric (unless it is the jid)")
         name = name or str(jid)
-        params = {key: value for key, value in given.items() if key not in ("jid", "name", "path")}
+        params = {key: value for key, value in settings.items() if key not in ("jid", "name", "path")}
         holder = start_holder(path, name, params)
         jail = {"jid": jid, "name": name, "path": path, "holder": holder, "born": start_time(holder)}
         jail |= {"vnet": params.get("vnet") == "new", "params": params, "dying": ""}
@@ -249,64 +252,64 @@ def create(given: dict[str, object]) -> Jail:
     return jail
 
 
-def check(given: dict[str, object]) -> None:
-    """The values that kern_jail_set() rejects, in its order; EPERM and EINVAL have no messages of their own."""
+def check(settings: dict[str, object]) -> None:
+    """Raise JailError for values that kern_jail_set() rejects. Checks them in the same order."""
 
     def check_range(key: str, low: int, high: int, number: int) -> None:
-        if key in given and not low <= int(given[key]) <= high:  # type: ignore[call-overload]
+        if key in settings and not low <= int(settings[key]) <= high:  # type: ignore[call-overload]
             raise JailError(f"jail_set: {base.strerror(number)}")
 
     check_range("enforce_statfs", 0, 2, errno.EINVAL)
     for key in ("name", "host.hostname", "host.domainname", "host.hostuuid"):
-        if len(str(given.get(key, ""))) >= (64 if key == "host.hostuuid" else 256):
+        if len(str(settings.get(key, ""))) >= (64 if key == "host.hostuuid" else 256):
             raise JailError(f"jail_set: {base.strerror(errno.ENAMETOOLONG)}")
     check_range("securelevel", -1, 1 << 31, errno.EPERM)
     check_range("children.max", -JAIL_MAX, JAIL_MAX - 1, errno.EPERM)
     check_range("devfs_ruleset", 0, 65535, errno.EINVAL)
-    for key in given:
+    for key in settings:
         if PARAMS.get(key, "").endswith("-"):
             raise JailError(f"jail_set: {base.strerror(errno.EINVAL)}")
 
 
 def next_jid(state: dict) -> int:  # type: ignore[type-arg]
-    """kern_jail.c get_next_prid(): one more than the last one, skipping those in use."""
-    taken = {jail["jid"] for jail in state["jails"]}
+    """Return the next unused jid after the last one. See get_next_prid() in kern_jail.c."""
+    used_jids = {jail["jid"] for jail in state["jails"]}
     jid = state["last"] % JAIL_MAX + 1
-    while jid in taken:
+    while jid in used_jids:
         jid = jid % JAIL_MAX + 1
     state["last"] = jid
     return int(jid)
 
 
 def start_holder(path: str, name: str, params: dict[str, object]) -> int:
-    """Start the holder process of the jail; returns its pid."""
+    """Start the holder process of a jail, and return its pid."""
     kinds = base.CLONE_NEWPID | base.CLONE_NEWUTS | base.CLONE_NEWIPC
     kinds |= base.CLONE_NEWNET if params.get("vnet") == "new" else 0
-    back, front = os.pipe()
-    middle = os.fork()
-    if middle == 0:
+    read_end, write_end = os.pipe()
+    intermediate = os.fork()
+    if intermediate == 0:
         try:
             base.unshare(kinds)
             _socket.sethostname(str(params.get("host.hostname", ""))[:64])
             holder = os.fork()
             if holder == 0:
-                become_holder(path, front)
-            os.write(front, b"%d" % holder)
+                become_holder(path, write_end)
+            os.write(write_end, b"%d" % holder)
         finally:
             os._exit(0)
-    os.waitpid(middle, 0)
-    os.close(front)
-    answer = os.read(back, 32)
+    os.waitpid(intermediate, 0)
+    os.close(write_end)
+    holder_pid = os.read(read_end, 32)
     # The holder's end of the pipe closes when the holder executes sleep(1); on failure it writes "!".
-    rest = os.read(back, 1)
-    os.close(back)
-    if not answer or rest:
+    failure = os.read(read_end, 1)
+    os.close(read_end)
+    if not holder_pid or failure:
         raise JailError(f"jail_set: {base.strerror(errno.EAGAIN)}")
-    return int(answer)
+    return int(holder_pid)
 
 
-def become_holder(path: str, front: int) -> None:
-    """Become the holder: drop everything of the caller, change to ``path``, sleep. Never returns."""
+def become_holder(path: str, write_end: int) -> None:
+    """Turn this process into the holder: close inherited files, change to ``path``, and sleep. Never returns."""
     try:
         os.setsid()
         os.chdir(path)
@@ -314,17 +317,18 @@ def become_holder(path: str, front: int) -> None:
         for fd in (0, 1, 2):
             os.dup2(null, fd)
         limit = os.sysconf("SC_OPEN_MAX")
-        os.closerange(3, front)
-        os.closerange(front + 1, min(limit, 1 << 16))
-        os.set_inheritable(front, False)
-        # Orphans of the pid namespace become its children: SIG_IGN, which exec keeps, makes the kernel reap them.
+        os.closerange(3, write_end)
+        os.closerange(write_end + 1, min(limit, 1 << 16))
+        os.set_inheritable(write_end, False)
+        # Orphans in the pid namespace become children of the holder. SIG_IGN, which exec keeps, makes the kernel reap
+        # them.
         _signal.signal(_signal.SIGCHLD, _signal.SIG_IGN)
         for number in (_signal.SIGHUP, _signal.SIGINT, _signal.SIGTERM):
             _signal.signal(number, _signal.SIG_IGN)
         _signal.pthread_sigmask(_signal.SIG_SETMASK, [])
         os.execve("/bin/sleep", ["sleep", "infinity"], {**os.environ, "FREEBSD_SHIM_JAIL": path})
     finally:
-        os.write(front, b"!")
+        os.write(write_end, b"!")
         os._exit(1)
 
 
@@ -334,32 +338,32 @@ def become_holder(path: str, front: int) -> None:
 # DAC_READ_SEARCH (open_by_handle_at), SYS_MODULE, SYS_RAWIO, SYS_CHROOT, SYS_PACCT, SYS_ADMIN, SYS_BOOT, SYS_RESOURCE,
 # SYS_TIME, SYS_TTY_CONFIG, MKNOD, AUDIT_CONTROL, MAC_*, SYSLOG, WAKE_ALARM, BLOCK_SUSPEND, AUDIT_READ, PERFMON, BPF,
 # CHECKPOINT_RESTORE.
-FORBIDDEN = [2, 16, 17, 18, 20, 21, 22, 24, 25, 26, 27, 30, 32, 33, 34, 35, 36, 37, 38, 39, 40]
+FORBIDDEN_CAPABILITIES = [2, 16, 17, 18, 20, 21, 22, 24, 25, 26, 27, 30, 32, 33, 34, 35, 36, 37, 38, 39, 40]
 CAP_LINUX_IMMUTABLE, CAP_NET_ADMIN, CAP_NET_RAW, CAP_IPC_LOCK = 9, 12, 13, 14
 
 
-def forbidden(jail: Jail) -> list[int]:
-    params, caps = jail["params"], list(FORBIDDEN)
+def forbidden_capabilities(jail: Jail) -> list[int]:
+    params, capabilities = jail["params"], list(FORBIDDEN_CAPABILITIES)
     if not params.get("allow.chflags"):
-        caps.append(CAP_LINUX_IMMUTABLE)
+        capabilities.append(CAP_LINUX_IMMUTABLE)
     if not params.get("allow.raw_sockets"):
-        caps.append(CAP_NET_RAW)
+        capabilities.append(CAP_NET_RAW)
     if not params.get("allow.mlock"):
-        caps.append(CAP_IPC_LOCK)
+        capabilities.append(CAP_IPC_LOCK)
     if not jail["vnet"]:
-        caps.append(CAP_NET_ADMIN)
-    return caps
+        capabilities.append(CAP_NET_ADMIN)
+    return capabilities
 
 
-def attach(jail: Jail, *, bound: bool = True) -> int:
-    """jail_attach(2) in a child: returns 0 in a new process in the jail (at its /), and the child's pid in the caller.
+def attach(jail: Jail, *, end_with_caller: bool = True) -> int:
+    """Fork a child process in the jail, like jail_attach(2). Returns 0 in the child, and the child's pid in the caller.
 
-    Afterwards the caller cannot do anything on the host: it is in the jail's namespaces and root as well. A child that
-    is ``bound`` ends with the caller.
+    Afterwards, the caller is also in the jail's namespaces and root directory, so it cannot do anything on the host.
+    ``end_with_caller``: kill the child when the caller exits.
     """
     from shim import limits
 
-    doors = limits.open_cgroups(jail["name"])
+    cgroup_fds = limits.open_cgroups(jail["name"])
     root = os.open(f"/proc/{jail['holder']}/cwd", os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
     holder = os.pidfd_open(jail["holder"])
     kinds = base.CLONE_NEWPID | base.CLONE_NEWUTS | base.CLONE_NEWIPC
@@ -370,14 +374,14 @@ def attach(jail: Jail, *, bound: bool = True) -> int:
     os.close(root)
     child = os.fork()
     if child == 0:
-        if bound:
+        if end_with_caller:
             base.prctl(base.PR_SET_PDEATHSIG, _signal.SIGKILL)
-        limits.enter_cgroups(doors)
-        for capability in forbidden(jail):
+        limits.enter_cgroups(cgroup_fds)
+        for capability in forbidden_capabilities(jail):
             try:
                 base.prctl(base.PR_CAPBSET_DROP, capability)
             except OSError:
-                continue  # a kernel with fewer capabilities
+                continue  # The kernel does not have this capability.
     return child
 
 
@@ -385,49 +389,52 @@ def attach(jail: Jail, *, bound: bool = True) -> int:
 
 
 def terminate(jail: Jail, timeout: float) -> None:
-    """usr.sbin/jail/command.c term_procs(): SIGTERM to all processes, then wait up to ``timeout`` seconds."""
+    """Send SIGTERM to all processes, and wait at most ``timeout`` seconds until they exit. See term_procs()."""
     signal_all(jail, _signal.SIGTERM, timeout)
 
 
 def signal_all(jail: Jail, number: int, timeout: float) -> None:
-    watched, poll = [], select.poll()
+    pidfds, poll = [], select.poll()
     for pid in processes(jail):
         try:
             fd = os.pidfd_open(pid)
             os.kill(pid, number)
         except OSError:
             continue
-        watched.append(fd)
+        pidfds.append(fd)
         poll.register(fd, select.POLLIN)
-    end = time.monotonic() + timeout
-    left = set(watched)
-    while left and time.monotonic() < end:
-        for fd, _ in poll.poll(max(0.0, end - time.monotonic()) * 1000):
+    deadline = time.monotonic() + timeout
+    pending = set(pidfds)
+    while pending and time.monotonic() < deadline:
+        for fd, _ in poll.poll(max(0.0, deadline - time.monotonic()) * 1000):
             poll.unregister(fd)
-            left.discard(fd)
-    for fd in watched:
+            pending.discard(fd)
+    for fd in pidfds:
         os.close(fd)
 
 
 def remove(jail: Jail) -> None:
-    """jail_remove(2): kill all processes; the jail is gone, or dying (knob ``dying``). Mounts and rules remain."""
+    """Kill all processes of a jail and remove it, but not its mounts and rules. See jail_remove(2).
+
+    The knob ``dying`` determines how long the jail stays dying.
+    """
     with base.locked():
         state = table()
-        known = [each for each in state["jails"] if each["jid"] == jail["jid"]]
-        if not known or known[0]["dying"]:
+        matches = [each for each in state["jails"] if each["jid"] == jail["jid"]]
+        if not matches or matches[0]["dying"]:
             return
-        wish = dying_duration()
-        if not wish:
-            finish(known[0])
-            state["jails"].remove(known[0])
+        duration = dying_duration()
+        if not duration:
+            finish(matches[0])
+            state["jails"].remove(matches[0])
         else:
-            signal_all(known[0], _signal.SIGKILL, 5.0)
-            known[0]["dying"] = wish
+            signal_all(matches[0], _signal.SIGKILL, 5.0)
+            matches[0]["dying"] = duration
         base.save("jails", state)
 
 
 def finish(jail: Jail) -> None:
-    """The last reference is released: borrowed interfaces return (sys/net/if.c vnet_if_return), the holder ends."""
+    """Return the jail's interfaces to the host, like vnet_if_return() in sys/net/if.c, and kill the holder."""
     if jail["vnet"]:
         return_interfaces(jail["holder"])
     try:
@@ -435,7 +442,7 @@ def finish(jail: Jail) -> None:
         os.kill(jail["holder"], _signal.SIGKILL)
     except OSError:
         return
-    # The first process of a pid namespace ends after all others: then nothing of the jail runs any more.
+    # The first process of a pid namespace exits after all others, so no process of the jail runs after that.
     poll = select.poll()
     poll.register(fd, select.POLLIN)
     poll.poll(5000)
@@ -446,15 +453,15 @@ def return_interfaces(holder: int) -> None:
     from shim import net
 
     try:
-        inside = net.net_of(holder)
+        jail_socket = net.net_of(holder)
     except OSError:
         return
-    home = net.own_namespace()
-    for link in inside.links():
+    home_fd = net.own_namespace()
+    for link in jail_socket.links():
         if link.driver == "epair":
             try:
-                inside.change(link.index, net.attribute(net.LINK_NS_FD, home.to_bytes(4, "little")))
+                jail_socket.change(link.index, net.attribute(net.LINK_NS_FD, home_fd.to_bytes(4, "little")))
             except OSError as error:
-                base.warnx(f"{link.name} does not go home: {base.strerror(error.errno or 0)}")
-    inside.socket.close()
-    os.close(home)
+                base.warnx(f"{link.name} cannot be returned to the host: {base.strerror(error.errno or 0)}")
+    jail_socket.socket.close()
+    os.close(home_fd)

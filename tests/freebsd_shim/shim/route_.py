@@ -8,8 +8,8 @@ import errno
 from shim import base, net, prison
 
 EX_USAGE, EX_DATAERR, EX_NOHOST = 64, 65, 68
-# newroute(): its own messages for some errno values
-WORDS = {
+# Texts that newroute() uses instead of strerror(3) for some errno values.
+ERROR_TEXTS = {
     errno.ESRCH: "not in table",
     errno.EBUSY: "entry in use",
     errno.ENOBUFS: "not enough memory",
@@ -37,17 +37,17 @@ def main(argv: list[str]) -> int:
             raise base.unsupported(f"-{letter}")
     if "j" in values:
         try:
-            conversation = net.net_of(prison.find(values["j"])["holder"])
+            netlink = net.net_of(prison.find(values["j"])["holder"])
         except prison.JailError:
             raise base.errx(1, "Jail not found") from None
     else:
-        conversation = net.Net()
+        netlink = net.NetlinkSocket()
     if not words:
         raise usage(None)
     if words[0] in ("add", "delete", "del"):
-        return change(conversation, words[0], words[1:], "q" in values)
+        return change(netlink, words[0], words[1:], "q" in values)
     if words[0] in ("get", "show"):
-        return get(conversation, words[1:])
+        return get(netlink, words[1:])
     if words[0] in ("change", "monitor", "flush"):
         raise base.unsupported(words[0])
     raise usage(words[0])
@@ -55,18 +55,18 @@ def main(argv: list[str]) -> int:
 
 class Request:
     def __init__(self) -> None:
-        self.to = self.gateway = self.mask = ""
+        self.target = self.gateway = self.mask = ""
         self.net = self.host = self.interface = False
 
 
 def parse(words: list[str]) -> Request:
-    request, at = Request(), 0
-    while at < len(words):
-        word = words[at]
-        at += 1
+    request, index = Request(), 0
+    while index < len(words):
+        word = words[index]
+        index += 1
         if not word.startswith("-"):
-            if not request.to:
-                request.to = word
+            if not request.target:
+                request.target = word
             elif not request.gateway:
                 request.gateway = word
             else:
@@ -80,11 +80,11 @@ def parse(words: list[str]) -> Request:
         elif word in ("-interface", "-iface"):
             request.interface = True
         elif word in ("-netmask", "-gateway", "-dst"):
-            if at >= len(words):
+            if index >= len(words):
                 raise usage(None)
-            setattr(request, {"-netmask": "mask", "-gateway": "gateway", "-dst": "to"}[word], words[at])
+            setattr(request, {"-netmask": "mask", "-gateway": "gateway", "-dst": "target"}[word], words[index])
             request.net |= word == "-netmask"
-            at += 1
+            index += 1
         elif (
             word[1:]
             in (
@@ -95,90 +95,92 @@ def parse(words: list[str]) -> Request:
             raise base.unsupported(word)
         else:
             raise usage(word[1:])
-    if not request.to:
+    if not request.target:
         base.warnx("destination parameter required")
         raise usage(None)
     return request
 
 
-def address(text: str) -> bytes:
-    """getaddr(): inet_aton(3)'s forms; FreeBSD would look up a name."""
+def parse_address(text: str) -> bytes:
+    """Parse an address in one of the forms of inet_aton(3). FreeBSD would also look up names. See getaddr()."""
     try:
         return bytes(_socket.inet_aton(text))
     except OSError:
         raise base.errx(EX_NOHOST, f"bad address: {text}") from None
 
 
-def destination(request: Request) -> tuple[bytes, int, bool]:
-    """(address, prefix, whether it is a host)."""
-    if request.to == "default":
+def parse_destination(request: Request) -> tuple[bytes, int, bool]:
+    """Return the address, the prefix length, and whether the destination is a host."""
+    if request.target == "default":
         return b"\0\0\0\0", 0, False
-    text, slash, length = request.to.partition("/")
-    to = address(text)
+    text, slash, length = request.target.partition("/")
+    target = parse_address(text)
     if slash:
         if not length.isdigit() or int(length) > 32:
             raise base.errx(EX_NOHOST, f"bad mask length: {length}")
-        return to, int(length), False
+        return target, int(length), False
     if request.mask:
-        return to, bin(int.from_bytes(address(request.mask), "big")).count("1"), False
+        return target, bin(int.from_bytes(parse_address(request.mask), "big")).count("1"), False
     if request.net and not request.host:
         raise base.unsupported("-net without a mask")
-    return to, 32, True
+    return target, 32, True
 
 
-def change(conversation: net.Net, command: str, words: list[str], quiet: bool) -> int:
+def change(netlink: net.NetlinkSocket, command: str, words: list[str], quiet: bool) -> int:
     request = parse(words)
-    to, prefix, host = destination(request)
+    target, prefix, is_host = parse_destination(request)
     gateway, index = b"", 0
     if request.gateway and request.interface:
-        link = conversation.link(request.gateway)
+        link = netlink.link(request.gateway)
         if link is None:
             raise base.errx(EX_DATAERR, f"interface '{request.gateway}' does not exist")
         index = link.index
     elif request.gateway:
-        gateway = address(request.gateway)
-    line = f"{command} {'host' if host else 'net'} {request.to}"
+        gateway = parse_address(request.gateway)
+    line = f"{command} {'host' if is_host else 'net'} {request.target}"
     line += f": gateway {request.gateway}" if request.gateway else ""
     try:
         if command == "add" and not gateway and not index:
             raise OSError(errno.EINVAL, "")
         kind = net.NEWROUTE if command == "add" else net.DELROUTE
-        conversation.route(kind, _socket.AF_INET, to, prefix, gateway, index)
+        netlink.route(kind, _socket.AF_INET, target, prefix, gateway, index)
     except OSError as error:
         if not quiet:
             number = error.errno or 0
-            base.say(f"{line} fib 0: {WORDS.get(number) or base.strerror(number)}")
+            base.print_line(f"{line} fib 0: {ERROR_TEXTS.get(number) or base.strerror(number)}")
         return 1
     if not quiet:
-        base.say(line)
+        base.print_line(line)
     return 0
 
 
-def get(conversation: net.Net, words: list[str]) -> int:
-    """print_getmsg()."""
+def get(netlink: net.NetlinkSocket, words: list[str]) -> int:
+    """Print the route to a destination. See print_getmsg()."""
     request = parse(words)
-    to, _, host = destination(request)
-    if request.to == "default":
-        found, length = conversation.default_route(_socket.AF_INET), 0
+    target, _, is_host = parse_destination(request)
+    if request.target == "default":
+        route, length = netlink.default_route(_socket.AF_INET), 0
     else:
-        answer = conversation.route_for(_socket.AF_INET, to)
-        found, length = answer if answer else (None, 0)
-    if found is None:
+        match = netlink.route_for(_socket.AF_INET, target)
+        route, length = match if match else (None, 0)
+    if route is None:
         raise base.errx(1, "route has not been found")
-    links = {link.index: link for link in conversation.links()}
-    link = links[int.from_bytes(found.get(4, b"\0\0\0\0"), "little")]
-    base.say(f"   route to: {request.to}")
-    base.say(f"destination: {'default' if length == 0 else _socket.inet_ntop(_socket.AF_INET, found.get(1, to))}")
+    links = {link.index: link for link in netlink.links()}
+    link = links[int.from_bytes(route.get(4, b"\0\0\0\0"), "little")]
+    base.print_line(f"   route to: {request.target}")
+    base.print_line(
+        f"destination: {'default' if length == 0 else _socket.inet_ntop(_socket.AF_INET, route.get(1, target))}"
+    )
     if length < 32:
         mask = ((0xFFFFFFFF << (32 - length)) & 0xFFFFFFFF).to_bytes(4, "big")
-        base.say(f"       mask: {'default' if length == 0 else _socket.inet_ntop(_socket.AF_INET, mask)}")
-    gateway = found.get(5)
+        base.print_line(f"       mask: {'default' if length == 0 else _socket.inet_ntop(_socket.AF_INET, mask)}")
+    gateway = route.get(5)
     if gateway:
-        base.say(f"    gateway: {_socket.inet_ntop(_socket.AF_INET, gateway)}")
-    base.say("        fib: 0")
-    base.say(f"  interface: {link.name}")
-    flags = "UP," + ("GATEWAY," if gateway else "") + ("HOST," if host and length == 32 else "") + "DONE"
-    base.say(f"      flags: <{flags}{',STATIC' if gateway else ',PINNED'}>")
-    base.say(" recvpipe  sendpipe  ssthresh  rtt,msec    mtu        weight    expire")
-    base.say(f"       0         0         0         0{link.mtu:>10}         1         0 ")
+        base.print_line(f"    gateway: {_socket.inet_ntop(_socket.AF_INET, gateway)}")
+    base.print_line("        fib: 0")
+    base.print_line(f"  interface: {link.name}")
+    flags = "UP," + ("GATEWAY," if gateway else "") + ("HOST," if is_host and length == 32 else "") + "DONE"
+    base.print_line(f"      flags: <{flags}{',STATIC' if gateway else ',PINNED'}>")
+    base.print_line(" recvpipe  sendpipe  ssthresh  rtt,msec    mtu        weight    expire")
+    base.print_line(f"       0         0         0         0{link.mtu:>10}         1         0 ")
     return 0

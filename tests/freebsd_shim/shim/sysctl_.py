@@ -10,7 +10,8 @@ USAGE = """\
 usage: sysctl [-j jail] [-bdeFhilnNoqTtVWx] [ -B <bufsize> ] [-f filename] name[=value[,value]] ...
        sysctl [-j jail] [-bdeFhlnNoqTtVWx] [ -B <bufsize> ] -a"""
 
-# name → its storage: "knob", "proc:FILE" (Linux's equivalent), "=VALUE"; then the effect of a write.
+# Where the value of each name is stored ("knob", "state:DEFAULT", "proc:FILE" on Linux, "=VALUE"), and how it may be
+# accessed.
 NAMES = {
     "kern.ostype": ("=FreeBSD", "ro"),
     "kern.osrelease": ("release", "ro"),
@@ -35,30 +36,30 @@ NAMES = {
 
 
 def read(name: str) -> str:
-    kept = NAMES[name][0]
-    if kept.startswith("="):
-        return kept[1:]
-    if kept == "knob":
+    storage = NAMES[name][0]
+    if storage.startswith("="):
+        return storage[1:]
+    if storage == "knob":
         return base.knob(name)
-    if kept.startswith("proc:"):
-        with open(kept[5:]) as file:
+    if storage.startswith("proc:"):
+        with open(storage[5:]) as file:
             return file.read().strip()
-    if kept.startswith("state:"):
-        return str(base.load("sysctl", {}).get(name, kept[6:]))
-    if kept == "release":
+    if storage.startswith("state:"):
+        return str(base.load("sysctl", {}).get(name, storage[6:]))
+    if storage == "release":
         date = base.osreldate()
         return f"{date // 100000}.{date // 1000 % 100}-RELEASE"
-    if kept == "hostname":
+    if storage == "hostname":
         return os.uname().nodename
-    if kept == "ncpu":
+    if storage == "ncpu":
         return str(os.cpu_count())
     return str(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"))
 
 
 def write(name: str, value: str) -> None:
-    kept = NAMES[name][0]
-    if kept.startswith("proc:"):
-        with open(kept[5:], "w") as file:
+    storage = NAMES[name][0]
+    if storage.startswith("proc:"):
+        with open(storage[5:], "w") as file:
             file.write(value)
         return
     with base.locked():
@@ -84,7 +85,7 @@ def main(argv: list[str]) -> int:
 
 
 def read_or_write(word: str, option_letters: set[str]) -> int:
-    """parse() of sysctl.c for one name or name=value; returns 1 for a failure."""
+    """Read or write one name, like parse() in sysctl.c. Returns 1 if that fails."""
     name, equals, value = word.partition("=")
     if name not in NAMES:
         if "i" in option_letters:
@@ -92,12 +93,12 @@ def read_or_write(word: str, option_letters: set[str]) -> int:
         if "q" not in option_letters:
             base.warnx(f"unknown oid '{name}'")
         return 1
-    how = NAMES[name][1]
-    if equals and how == "tunable":
+    access = NAMES[name][1]
+    if equals and access == "tunable":
         base.warnx(f"oid '{name}' is a read only tunable")
         base.warnx("Tunable values are set in /boot/loader.conf")
         return 1
-    if equals and how == "ro":
+    if equals and access == "ro":
         base.warnx(f"oid '{name}' is read only")
         return 1
     if equals and not value.lstrip("-").isdigit():
@@ -107,8 +108,8 @@ def read_or_write(word: str, option_letters: set[str]) -> int:
     separator = "=" if "e" in option_letters else ": "
     prefix = "" if "n" in option_letters else name + separator
     if not equals:
-        base.say(name if "N" in option_letters else prefix + old)
+        base.print_line(name if "N" in option_letters else prefix + old)
         return 0
     write(name, value)
-    base.say(f"{prefix}{old} -> {read(name)}")
+    base.print_line(f"{prefix}{old} -> {read(name)}")
     return 0

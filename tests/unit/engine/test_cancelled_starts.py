@@ -1,4 +1,4 @@
-"""Starts of virtual machines that are cancelled while a thread works for them: nothing remains."""
+"""A cancelled start of a virtual machine leaves nothing, even if a thread is still working on it."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ async def _cancel_repeatedly(task: asyncio.Task[Any]) -> None:
         await task
 
 
-def test_no_process_remains(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_cancelled_start_leaves_no_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     processes: list[subprocess.Popen[bytes]] = []
 
     def start_slowly(*_: object) -> int:
@@ -39,11 +39,11 @@ def test_no_process_remains(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     files = cast("Any", SimpleNamespace(directory=tmp_path, qmp=tmp_path / "qmp"))
     shape = cast("Any", SimpleNamespace(netns=tmp_path))
 
-    async def story() -> None:
+    async def scenario() -> None:
         await _cancel_repeatedly(asyncio.create_task(machine.Machine.spawn(shape, files, state=None)))
 
     try:
-        asyncio.run(story())
+        asyncio.run(scenario())
         time.sleep(0.2)
         assert [Path(f"/proc/{process.pid}").exists() for process in processes] == [False]
     finally:
@@ -52,22 +52,22 @@ def test_no_process_remains(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
             process.wait()
 
 
-def test_no_files_remain(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    written: list[Path] = []
+def test_a_cancelled_start_leaves_no_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    created_directories: list[Path] = []
 
     def create_slowly(_: Path, files: Any, *__: object) -> None:
         time.sleep(0.15)
         files.directory.mkdir(parents=True)
         (files.directory / "rootfs.img").touch()
-        written.append(files.directory)
+        created_directories.append(files.directory)
 
     monkeypatch.setattr(instances, "create_files", create_slowly)
     host = KvmXfsHost(Config.model_validate({"host": {"state_root": str(tmp_path)}}))
 
-    async def story() -> None:
+    async def scenario() -> None:
         await _cancel_repeatedly(asyncio.create_task(host.fork(Snapshot(), Sandbox(name="a"), with_memory=False)))
         await asyncio.sleep(0.2)
 
-    asyncio.run(story())
-    (directory,) = written
+    asyncio.run(scenario())
+    (directory,) = created_directories
     assert not directory.exists() and not directory.parent.exists()

@@ -32,37 +32,37 @@ class _Host(MemoryHost):
 
 
 def test_close_waits_for_commits_whose_callers_were_cancelled(tmp_path: Path) -> None:
-    async def story() -> None:
+    async def scenario() -> None:
         host = _Host()
         async with open_engine(tmp_path, host) as engine:
             sandbox = await create(engine, "a")
             host.gate = Gate()
-            update = asyncio.create_task(engine.sandboxes.update("a", metadata={"x": "y"}))
+            update_task = asyncio.create_task(engine.sandboxes.update("a", metadata={"x": "y"}))
             await host.gate.reached.wait()
-            update.cancel()
-            closing = asyncio.create_task(engine.close())
+            update_task.cancel()
+            close_task = asyncio.create_task(engine.close())
             await asyncio.sleep(0.05)
-            assert not closing.done() and not host.closed
+            assert not close_task.done() and not host.closed
             host.gate.opened.set()
-            await closing
+            await close_task
         assert host.saved[sandbox.id].metadata == {"x": "y"} and not host.saved_after_close
 
-    asyncio.run(story())
+    asyncio.run(scenario())
 
 
 def test_close_does_not_wait_forever(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("sandbox_gateway.engine.engine._CLOSE_SECONDS", 0.05)
 
-    async def story() -> None:
+    async def scenario() -> None:
         host = _Host()
         async with open_engine(tmp_path, host) as engine:
             await create(engine, "a")
             host.gate = Gate()
-            update = asyncio.create_task(engine.sandboxes.update("a", metadata={}))
+            update_task = asyncio.create_task(engine.sandboxes.update("a", metadata={}))
             await host.gate.reached.wait()
             await engine.close()
             assert host.closed
             host.gate.opened.set()
-            await update
+            await update_task
 
-    asyncio.run(story())
+    asyncio.run(scenario())

@@ -1,4 +1,4 @@
-"""Machines that end between their start and the commit of their record."""
+"""Machines that stop between their start and the commit of their sandbox's record."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from sandbox_gateway.engine.spec import ForkSpec
 from sandbox_gateway.hosts.base import Scan
 from sandbox_gateway.records import Sandbox, SandboxState
 from tests.api.memory_host import MemoryHost
-from tests.support.memory_engine import create, open_engine, until
+from tests.support.memory_engine import create, open_engine, wait_until
 
 
 class _Host(MemoryHost):
-    """Ends the machines of sandboxes in ``dying`` before their record is saved."""
+    """A host that stops the machines of the sandboxes in ``dying`` just before their records are saved."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -30,45 +30,45 @@ class _Host(MemoryHost):
         await super().save(sandbox)
 
 
-def test_a_fork_whose_machine_ends_before_its_commit_can_be_resumed(tmp_path: Path) -> None:
-    async def story() -> None:
+def test_a_fork_whose_machine_stops_before_the_commit_can_be_resumed(tmp_path: Path) -> None:
+    async def scenario() -> None:
         host = _Host()
         async with open_engine(tmp_path, host) as engine:
             host.dying = {"b"}
             await engine.forks.fork("t", ForkSpec(names=["b", "c"]))
-            await until(lambda: engine.sandboxes.get("b").state is SandboxState.PAUSED)
+            await wait_until(lambda: engine.sandboxes.get("b").state is SandboxState.PAUSED)
             assert engine.sandboxes.get("c").state is SandboxState.RUNNING
             await engine.sandboxes.resume("b")
 
-    asyncio.run(story())
+    asyncio.run(scenario())
 
 
-def test_a_replacement_that_ends_before_its_commit_can_be_resumed(tmp_path: Path) -> None:
-    async def story() -> None:
+def test_a_sandbox_whose_new_machine_stops_before_the_commit_can_be_resumed(tmp_path: Path) -> None:
+    async def scenario() -> None:
         host = _Host()
         async with open_engine(tmp_path, host) as engine:
             await create(engine, "a")
             await engine.snapshots.create("a", name="s")
             host.dying = {"a"}
             await engine.sandboxes.rollback("a", "s")
-            await until(lambda: engine.sandboxes.get("a").state is SandboxState.PAUSED)
+            await wait_until(lambda: engine.sandboxes.get("a").state is SandboxState.PAUSED)
             await engine.sandboxes.resume("a")
 
-    asyncio.run(story())
+    asyncio.run(scenario())
 
 
 def test_a_paused_fork_stays_paused_without_a_reason(tmp_path: Path) -> None:
-    async def story() -> None:
+    async def scenario() -> None:
         async with open_engine(tmp_path) as engine:
             sandbox = await create(engine, "a", paused=True)
             await asyncio.sleep(0.02)
             assert engine.sandboxes.get("a") == sandbox and sandbox.state_reason == ""
 
-    asyncio.run(story())
+    asyncio.run(scenario())
 
 
-def test_a_machine_that_ends_during_the_scan_is_noticed(tmp_path: Path) -> None:
-    """The host sees it running, and its end comes before the engine watches."""
+def test_a_machine_that_stops_during_the_scan_is_detected(tmp_path: Path) -> None:
+    """The scan finds the machine running, but it stops before the engine watches for exits."""
     sandbox = Sandbox(name="a", forked_from="", head="")
 
     class Host(_Host):
@@ -76,8 +76,8 @@ def test_a_machine_that_ends_during_the_scan_is_noticed(tmp_path: Path) -> None:
             self.disks[sandbox.instance] = {}
             return Scan(sandboxes=[sandbox], alive={sandbox.instance})
 
-    async def story() -> None:
+    async def scenario() -> None:
         async with open_engine(tmp_path, Host()) as engine:
-            await until(lambda: engine.sandboxes.get("a").state is SandboxState.PAUSED)
+            await wait_until(lambda: engine.sandboxes.get("a").state is SandboxState.PAUSED)
 
-    asyncio.run(story())
+    asyncio.run(scenario())

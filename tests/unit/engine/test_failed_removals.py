@@ -1,4 +1,4 @@
-"""Removals that fail while a failed fork is undone."""
+"""Removals that fail while a failed operation is undone."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tests.support.memory_engine import create, open_engine
 
 
 class _Host(MemoryHost):
-    """Cannot remove the sandbox ``one``, nor save ``three``."""
+    """A host that can neither remove the sandbox ``one`` nor save the sandbox ``three``."""
 
     async def fork(self, snapshot: Snapshot, sandbox: Sandbox, *, with_memory: bool) -> None:
         if sandbox.name in self.failing:
@@ -35,7 +35,7 @@ class _Host(MemoryHost):
 
 @pytest.mark.parametrize("error", [BackendFailed, NoSpace])
 def test_the_other_forks_are_removed_and_the_first_error_is_raised(tmp_path: Path, error: type[Exception]) -> None:
-    async def story() -> None:
+    async def scenario() -> None:
         host = _Host()
         host.failing = {"three"} if error is BackendFailed else set()
         async with open_engine(tmp_path, host) as engine:
@@ -44,11 +44,11 @@ def test_the_other_forks_are_removed_and_the_first_error_is_raised(tmp_path: Pat
             assert engine.sandboxes.list() == [] and len(host.machines) == 1
             assert "two" not in {sandbox.name for sandbox in host.saved.values()}
 
-    asyncio.run(story())
+    asyncio.run(scenario())
 
 
-def test_a_rollback_that_cannot_be_undone_says_why_it_failed(tmp_path: Path) -> None:
-    async def story() -> None:
+def test_a_rollback_that_cannot_be_undone_raises_the_original_error(tmp_path: Path) -> None:
+    async def scenario() -> None:
         host = MemoryHost()
         async with open_engine(tmp_path, host) as engine:
             await create(engine, "a")
@@ -65,4 +65,4 @@ def test_a_rollback_that_cannot_be_undone_says_why_it_failed(tmp_path: Path) -> 
             with pytest.raises(NoSpace):
                 await engine.sandboxes.rollback("a", "s")
 
-    asyncio.run(story())
+    asyncio.run(scenario())

@@ -16,39 +16,39 @@ from tests.support.memory_engine import Gate, create, open_engine
 
 
 class _Host(MemoryHost):
-    """Saves the sandbox ``b`` when its gate is open, and ``c`` after it."""
+    """A host that waits at a gate before it saves the sandbox ``b``, and at another before it removes a sandbox."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.commit = Gate()
-        self.removal: Gate | None = None
+        self.commit_gate = Gate()
+        self.removal_gate: Gate | None = None
 
     async def save(self, sandbox: Sandbox) -> None:
         if sandbox.name == "b":
-            await self.commit()
+            await self.commit_gate()
         await super().save(sandbox)
 
     async def remove(self, sandbox: Sandbox) -> None:
-        if self.removal:
-            await self.removal()
+        if self.removal_gate:
+            await self.removal_gate()
         await super().remove(sandbox)
 
 
 async def _cancel_in_commit(engine: Engine, host: _Host, task: asyncio.Task[object]) -> None:
-    await host.commit.reached.wait()
+    await host.commit_gate.reached.wait()
     task.cancel()
     await asyncio.sleep(0.02)
     assert not task.done()
     task.cancel()
     with pytest.raises(NameTaken):
         await engine.forks.create("t", ForkSpec(names=["c"]))
-    host.commit.opened.set()
+    host.commit_gate.opened.set()
     with pytest.raises(asyncio.CancelledError):
         await task
 
 
 def test_committed_forks_keep_their_clones_of_volumes(tmp_path: Path) -> None:
-    async def story() -> None:
+    async def scenario() -> None:
         host = _Host()
         async with open_engine(tmp_path, host) as engine:
             await engine.volumes.create("v", 64)
@@ -60,11 +60,11 @@ def test_committed_forks_keep_their_clones_of_volumes(tmp_path: Path) -> None:
                 (mount,) = engine.sandboxes.get(name).mounts
                 assert mount.volume in engine.index.volumes and mount.volume in host.volumes
 
-    asyncio.run(story())
+    asyncio.run(scenario())
 
 
-def test_committed_clones_keep_the_capture_that_they_come_from(tmp_path: Path) -> None:
-    async def story() -> None:
+def test_committed_clones_keep_their_capture(tmp_path: Path) -> None:
+    async def scenario() -> None:
         host = _Host()
         async with open_engine(tmp_path, host) as engine:
             source = await create(engine, "a")
@@ -72,29 +72,31 @@ def test_committed_clones_keep_the_capture_that_they_come_from(tmp_path: Path) -
             await _cancel_in_commit(engine, host, asyncio.create_task(engine.forks.clone("a", spec)))
             clone = engine.sandboxes.get("b")
             assert clone.forked_from in engine.index.snapshots
-            assert engine.sandboxes.get(source.id).head == clone.forked_from, "as after a clone that was not cancelled"
+            assert engine.sandboxes.get(source.id).head == clone.forked_from, (
+                "the head differs from that after a completed clone"
+            )
 
-    asyncio.run(story())
+    asyncio.run(scenario())
 
 
 def test_names_stay_reserved_while_cancelled_forks_are_removed(tmp_path: Path) -> None:
-    async def story() -> None:
+    async def scenario() -> None:
         host = _Host()
         async with open_engine(tmp_path, host) as engine:
             host.slow = 60
             task = asyncio.create_task(engine.forks.fork("t", ForkSpec(names=["b", "c"])))
             await asyncio.sleep(0.02)
-            host.removal = Gate()
+            host.removal_gate = Gate()
             task.cancel()
-            await host.removal.reached.wait()
+            await host.removal_gate.reached.wait()
             task.cancel()
             await asyncio.sleep(0.02)
             with pytest.raises(NameTaken):
                 await engine.forks.create("t", ForkSpec(names=["b"]))
-            host.removal.opened.set()
+            host.removal_gate.opened.set()
             with pytest.raises(asyncio.CancelledError):
                 await task
             host.slow = 0
             await create(engine, "c")
 
-    asyncio.run(story())
+    asyncio.run(scenario())

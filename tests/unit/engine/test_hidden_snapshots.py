@@ -1,4 +1,4 @@
-"""Snapshots deleted with ``when_unused``: they are removed with their last user, whenever that goes."""
+"""Snapshots deleted with ``when_unused`` are removed with their last user."""
 
 from __future__ import annotations
 
@@ -20,36 +20,36 @@ class _Host(MemoryHost):
 
     def __init__(self) -> None:
         super().__init__()
-        self.hiding: Gate | None = None
+        self.hide_gate: Gate | None = None
 
     async def save_snapshot(self, snapshot: Snapshot) -> None:
-        if self.hiding and snapshot.doomed:
-            await self.hiding()
+        if self.hide_gate and snapshot.doomed:
+            await self.hide_gate()
 
 
-def test_the_last_user_goes_while_a_snapshot_is_hidden(tmp_path: Path) -> None:
-    async def story() -> None:
+def test_a_snapshot_whose_last_user_is_deleted_while_it_is_being_hidden_is_removed(tmp_path: Path) -> None:
+    async def scenario() -> None:
         host = _Host()
         async with open_engine(tmp_path, host) as engine:
             await create(engine, "a")
             await engine.snapshots.create("a", name="s")
             await create(engine, "b", "s")
-            host.hiding = Gate()
+            host.hide_gate = Gate()
             deletion = asyncio.create_task(engine.snapshots.delete("s", when_unused=True))
-            await host.hiding.reached.wait()
+            await host.hide_gate.reached.wait()
             removal = asyncio.create_task(engine.sandboxes.delete("b"))
             await asyncio.sleep(0.05)
-            host.hiding.opened.set()
-            assert await deletion is True, "it was removed, not only hidden"
+            host.hide_gate.opened.set()
+            assert await deletion is True, "it was only hidden"
             await removal
             assert [each.id for each in engine.index.snapshots.values() if each.doomed] == []
 
-    asyncio.run(story())
+    asyncio.run(scenario())
 
 
 @pytest.mark.parametrize("verb", ["fork", "rollback"])
-def test_a_snapshot_hidden_during_an_operation_that_fails_is_removed(tmp_path: Path, verb: str) -> None:
-    async def story() -> None:
+def test_a_snapshot_hidden_during_a_failing_operation_is_removed(tmp_path: Path, verb: str) -> None:
+    async def scenario() -> None:
         host = _Host()
         async with open_engine(tmp_path, host) as engine:
             await create(engine, "a")
@@ -63,11 +63,11 @@ def test_a_snapshot_hidden_during_an_operation_that_fails_is_removed(tmp_path: P
                 await task
             assert snapshot.id not in engine.index.snapshots
 
-    asyncio.run(story())
+    asyncio.run(scenario())
 
 
-def test_a_hidden_snapshot_goes_with_the_last_volume_made_from_it(tmp_path: Path) -> None:
-    async def story() -> None:
+def test_a_hidden_snapshot_is_removed_with_the_last_volume_created_from_it(tmp_path: Path) -> None:
+    async def scenario() -> None:
         async with open_engine(tmp_path, _Host()) as engine:
             await engine.volumes.create("v", 64)
             await create(engine, "a", mounts=[MountSpec("v", "/data")])
@@ -77,4 +77,4 @@ def test_a_hidden_snapshot_goes_with_the_last_volume_made_from_it(tmp_path: Path
             await engine.volumes.delete("w")
             assert snapshot.id not in engine.index.snapshots
 
-    asyncio.run(story())
+    asyncio.run(scenario())

@@ -25,18 +25,18 @@ async def _run(engine: Engine, verb: str) -> list[Sandbox | GatewayError]:
 
 @pytest.mark.parametrize("verb", ["create", "fork", "clone"])
 def test_the_same_key_returns_the_same_sandboxes(tmp_path: Path, verb: str) -> None:
-    async def story() -> None:
+    async def scenario() -> None:
         host = MemoryHost()
         async with open_engine(tmp_path, host) as engine:
             await create(engine, "a")
             host.slow = 0.05
-            answers = await asyncio.gather(*(_run(engine, verb) for _ in range(3)))
-            answers.append(await _run(engine, verb))
-            made = [[each.name for each in answer if isinstance(each, Sandbox)] for answer in answers]
-            assert made == [made[0]] * 4 and len(engine.sandboxes.list()) == 1 + len(made[0])
+            results = await asyncio.gather(*(_run(engine, verb) for _ in range(3)))
+            results.append(await _run(engine, verb))
+            names = [[each.name for each in result if isinstance(each, Sandbox)] for result in results]
+            assert names == [names[0]] * 4 and len(engine.sandboxes.list()) == 1 + len(names[0])
             if verb != "create":
-                assert made[0] == ["b", "c"]
+                assert names[0] == ["b", "c"]
                 await engine.sandboxes.delete("c")
                 assert await _run(engine, verb) == [engine.sandboxes.get("b")]
 
-    asyncio.run(story())
+    asyncio.run(scenario())

@@ -1,4 +1,4 @@
-"""Steps that fail after the commit of an operation: what is answered as failed does not exist, and the reverse."""
+"""Steps that fail after an operation was committed: a failed operation leaves nothing, a committed one succeeds."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tests.support.memory_engine import create, open_engine
 
 class _Host(MemoryHost):
     full = False
-    stuck = False
+    removal_fails = False
 
     async def save(self, sandbox: Sandbox) -> None:
         if self.full:
@@ -24,13 +24,13 @@ class _Host(MemoryHost):
         await super().save(sandbox)
 
     async def remove_snapshot(self, snapshot: Snapshot) -> None:
-        if self.stuck:
+        if self.removal_fails:
             raise BackendFailed("it cannot be removed")
         await super().remove_snapshot(snapshot)
 
 
-def test_a_capture_that_failed_can_be_repeated_under_its_name(tmp_path: Path) -> None:
-    async def story() -> None:
+def test_a_failed_capture_can_be_retried_with_the_same_name(tmp_path: Path) -> None:
+    async def scenario() -> None:
         host = _Host()
         async with open_engine(tmp_path, host) as engine:
             await engine.volumes.create("v", 64)
@@ -46,20 +46,20 @@ def test_a_capture_that_failed_can_be_repeated_under_its_name(tmp_path: Path) ->
             again = await engine.snapshots.create("a", name="s", volumes=["v"])
             assert again.parent == head and engine.sandboxes.get("a").head == again.id
 
-    asyncio.run(story())
+    asyncio.run(scenario())
 
 
-def test_a_resumed_or_deleted_sandbox_is_so_although_its_capture_stays(tmp_path: Path) -> None:
-    async def story() -> None:
+def test_resume_and_delete_succeed_if_the_pause_snapshot_cannot_be_removed(tmp_path: Path) -> None:
+    async def scenario() -> None:
         host = _Host()
         async with open_engine(tmp_path, host) as engine:
             await create(engine, "a")
             for end in (engine.sandboxes.resume, engine.sandboxes.delete):
                 await engine.sandboxes.pause("a")
-                host.stuck = True
+                host.removal_fails = True
                 await end("a")
-                host.stuck = False
+                host.removal_fails = False
                 assert all(each.state is SandboxState.RUNNING for each in engine.sandboxes.list())
             assert engine.sandboxes.list() == []
 
-    asyncio.run(story())
+    asyncio.run(scenario())

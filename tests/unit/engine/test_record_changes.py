@@ -1,4 +1,4 @@
-"""Saves and removals of the same object that overlap."""
+"""Concurrent saves and removals of the same object."""
 
 from __future__ import annotations
 
@@ -15,18 +15,18 @@ from tests.support.memory_engine import Gate, create, open_engine
 
 
 class _Host(MemoryHost):
-    """Removes records first, as real hosts do, and waits at gates."""
+    """A host that removes records first, like real hosts, and then waits at a gate."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.removal: Gate | None = None
+        self.removal_gate: Gate | None = None
         self.stored: set[str] = set()
-        """The snapshots with a record."""
+        """Ids of the snapshots that have a record."""
 
     async def remove(self, sandbox: Sandbox) -> None:
         self.saved.pop(sandbox.id, None)
-        if self.removal:
-            await self.removal()
+        if self.removal_gate:
+            await self.removal_gate()
         await self.discard(sandbox)
 
     async def save_snapshot(self, snapshot: Snapshot) -> None:
@@ -34,42 +34,42 @@ class _Host(MemoryHost):
 
     async def remove_snapshot(self, snapshot: Snapshot) -> None:
         self.stored.discard(snapshot.id)
-        if self.removal:
-            await self.removal()
+        if self.removal_gate:
+            await self.removal_gate()
         await super().remove_snapshot(snapshot)
 
 
 def test_a_deleted_sandbox_stays_deleted_while_its_head_is_deleted(tmp_path: Path) -> None:
-    async def story() -> None:
+    async def scenario() -> None:
         host = _Host()
         async with open_engine(tmp_path, host) as engine:
             await create(engine, "a")
             await engine.snapshots.create("a", name="head")
-            host.removal = Gate()
+            host.removal_gate = Gate()
             deletion = asyncio.create_task(engine.sandboxes.delete("a"))
-            await host.removal.reached.wait()
-            of_head = asyncio.create_task(engine.snapshots.delete("head"))  # gives the sandbox another head
+            await host.removal_gate.reached.wait()
+            head_deletion = asyncio.create_task(engine.snapshots.delete("head"))  # changes the head of the sandbox
             await asyncio.sleep(0.05)
-            host.removal.opened.set()
-            await asyncio.gather(deletion, of_head)
+            host.removal_gate.opened.set()
+            await asyncio.gather(deletion, head_deletion)
             assert engine.sandboxes.list() == [] and host.saved == {}
             assert engine.snapshots.list() == []
 
-    asyncio.run(story())
+    asyncio.run(scenario())
 
 
-def test_a_save_that_waits_for_a_removal_finds_nothing(tmp_path: Path) -> None:
-    async def story() -> None:
+def test_a_save_that_waited_for_a_removal_raises_not_found(tmp_path: Path) -> None:
+    async def scenario() -> None:
         host = _Host()
         async with open_engine(tmp_path, host) as engine:
             sandbox = await create(engine, "a")
             snapshot = await engine.snapshots.create("a", name="s")
-            host.removal = Gate()
+            host.removal_gate = Gate()
             removal = asyncio.create_task(engine.sandboxes.delete("a"))
-            await host.removal.reached.wait()
+            await host.removal_gate.reached.wait()
             save = asyncio.create_task(save_sandbox(engine.collector._context, sandbox.id, metadata={"late": "yes"}))
             await asyncio.sleep(0.02)
-            host.removal.opened.set()
+            host.removal_gate.opened.set()
             await removal
             with pytest.raises(NotFound):
                 await save
@@ -78,11 +78,11 @@ def test_a_save_that_waits_for_a_removal_finds_nothing(tmp_path: Path) -> None:
                 await save_snapshot(engine.collector._context, snapshot.id, description="late")
             assert host.saved == {} and snapshot.id not in host.stored
 
-    asyncio.run(story())
+    asyncio.run(scenario())
 
 
-def test_a_snapshot_is_removed_after_a_save_under_way(tmp_path: Path) -> None:
-    async def story() -> None:
+def test_a_removal_waits_for_a_save_in_progress(tmp_path: Path) -> None:
+    async def scenario() -> None:
         host = _Host()
         async with open_engine(tmp_path, host) as engine:
             await create(engine, "a")
@@ -94,12 +94,14 @@ def test_a_snapshot_is_removed_after_a_save_under_way(tmp_path: Path) -> None:
                 host.stored.add(record.id)
 
             host.save_snapshot = save  # type: ignore[method-assign]
-            saving = asyncio.create_task(save_snapshot(engine.collector._context, snapshot.id, description="under way"))
+            save_task = asyncio.create_task(
+                save_snapshot(engine.collector._context, snapshot.id, description="under way")
+            )
             await gate.reached.wait()
             removal = asyncio.create_task(engine.snapshots.delete("s"))
             await asyncio.sleep(0.02)
             gate.opened.set()
-            await asyncio.gather(saving, removal)
+            await asyncio.gather(save_task, removal)
             assert snapshot.id not in host.stored
 
-    asyncio.run(story())
+    asyncio.run(scenario())

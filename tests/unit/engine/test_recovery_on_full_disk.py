@@ -1,4 +1,4 @@
-"""Starts of the gateway, and ends of machines, while the disk is full."""
+"""The gateway starts, or a machine stops, while the disk is full."""
 
 from __future__ import annotations
 
@@ -11,19 +11,19 @@ from sandbox_gateway.errors import NoSpace
 from sandbox_gateway.hosts.base import Scan
 from sandbox_gateway.records import Sandbox, SandboxState, Snapshot, SnapshotKind
 from tests.api.memory_host import MemoryHost
-from tests.support.memory_engine import create, open_engine, until
+from tests.support.memory_engine import create, open_engine, wait_until
 
 
 class _Host(MemoryHost):
     def __init__(self, scan: Scan | None = None) -> None:
         super().__init__()
-        self.found = scan or Scan()
+        self.scan_result = scan or Scan()
         self.full = scan is not None
-        for sandbox in self.found.sandboxes:
+        for sandbox in self.scan_result.sandboxes:
             self.disks[sandbox.instance] = {}
 
     async def scan(self) -> Scan:
-        return self.found
+        return self.scan_result
 
     async def save(self, sandbox: Sandbox) -> None:
         if self.full:
@@ -41,8 +41,8 @@ class _Host(MemoryHost):
         await super().stop(sandbox)
 
 
-def test_the_gateway_starts_after_a_reboot(tmp_path: Path) -> None:
-    async def story() -> None:
+def test_the_gateway_starts_with_a_full_disk_after_a_reboot(tmp_path: Path) -> None:
+    async def scenario() -> None:
         sandboxes = [Sandbox(name=name) for name in ("stuck", "a", "b")]
         orphans = [Snapshot(kind=SnapshotKind.BASE), Snapshot(kind=SnapshotKind.PAUSE)]
         host = _Host(Scan(sandboxes=sandboxes, snapshots=orphans))
@@ -50,27 +50,27 @@ def test_the_gateway_starts_after_a_reboot(tmp_path: Path) -> None:
         try:
             await engine.open()
             for name in ("a", "b"):
-                found = engine.sandboxes.get(name)
-                assert found.state is SandboxState.PAUSED and "went down" in found.state_reason
+                sandbox = engine.sandboxes.get(name)
+                assert sandbox.state is SandboxState.PAUSED and "went down" in sandbox.state_reason
             host.full = False
             await engine.sandboxes.resume("a")
             assert host.saved[sandboxes[1].id].state is SandboxState.RUNNING
         finally:
             await engine.close()
 
-    asyncio.run(story())
+    asyncio.run(scenario())
 
 
-def test_a_machine_that_ends_is_paused_although_that_cannot_be_saved(tmp_path: Path) -> None:
-    async def story() -> None:
+def test_a_sandbox_whose_machine_stops_is_paused_even_if_the_save_fails(tmp_path: Path) -> None:
+    async def scenario() -> None:
         host = _Host()
         async with open_engine(tmp_path, host) as engine:
             sandbox = await create(engine, "a")
             host.full = True
             await host.stop(sandbox)
             host._exit(sandbox.instance)
-            await until(lambda: engine.sandboxes.get("a").state is SandboxState.PAUSED)
+            await wait_until(lambda: engine.sandboxes.get("a").state is SandboxState.PAUSED)
             host.full = False
             await engine.sandboxes.resume("a")
 
-    asyncio.run(story())
+    asyncio.run(scenario())

@@ -1,4 +1,4 @@
-"""Names of templates that change at the same time."""
+"""Concurrent changes of template names."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from sandbox_gateway.errors import NameTaken, NoSpace
 from sandbox_gateway.recipes import Recipe
 from sandbox_gateway.records import Snapshot, SnapshotKind
 from tests.api.memory_host import MemoryHost
-from tests.support.memory_engine import build, create, open_engine, until
+from tests.support.memory_engine import build, create, open_engine, wait_until
 
 
 class _Host(MemoryHost):
     full = False
-    """Named templates cannot be saved."""
+    """Whether saving a template that has a name fails."""
 
     async def save_snapshot(self, snapshot: Snapshot) -> None:
         await asyncio.sleep(0.02)
@@ -25,31 +25,31 @@ class _Host(MemoryHost):
             raise NoSpace("no space left")
 
 
-def test_no_alias_is_lost(tmp_path: Path) -> None:
-    async def story() -> None:
+def test_concurrent_aliases_of_one_template_are_all_kept(tmp_path: Path) -> None:
+    async def scenario() -> None:
         async with open_engine(tmp_path, _Host()) as engine:
             await asyncio.gather(*(engine.templates.set_alias("t", name) for name in ("x", "y", "z")))
             (template,) = engine.templates.list()
             assert sorted(template.names) == ["t", "x", "y", "z"]
             assert {engine.templates.get(name).id for name in template.names} == {template.id}
 
-    asyncio.run(story())
+    asyncio.run(scenario())
 
 
-def test_one_alias_goes_to_one_template(tmp_path: Path) -> None:
-    async def story() -> None:
+def test_concurrent_requests_give_an_alias_to_only_one_template(tmp_path: Path) -> None:
+    async def scenario() -> None:
         async with open_engine(tmp_path, _Host()) as engine:
             await build(engine, "u", "curl")
             await build(engine, "v", "wget")
             await asyncio.gather(*(engine.templates.set_alias(name, "x") for name in ("t", "u", "v")))
             assert sum("x" in template.names for template in engine.templates.list()) == 1
 
-    asyncio.run(story())
+    asyncio.run(scenario())
 
 
 @pytest.mark.parametrize("taken_from", ["", "u"])
-def test_a_sandbox_does_not_get_the_alias_meanwhile(tmp_path: Path, taken_from: str) -> None:
-    async def story() -> None:
+def test_a_sandbox_cannot_take_an_alias_that_is_being_assigned(tmp_path: Path, taken_from: str) -> None:
+    async def scenario() -> None:
         async with open_engine(tmp_path, _Host()) as engine:
             await build(engine, "u", "curl")
             if taken_from:
@@ -61,11 +61,11 @@ def test_a_sandbox_does_not_get_the_alias_meanwhile(tmp_path: Path, taken_from: 
                     await create(engine, "x")
             assert (await naming).names == ["t", "x"]
 
-    asyncio.run(story())
+    asyncio.run(scenario())
 
 
-def test_a_name_that_cannot_be_moved_stays(tmp_path: Path) -> None:
-    async def story() -> None:
+def test_a_name_stays_with_its_template_if_the_move_fails(tmp_path: Path) -> None:
+    async def scenario() -> None:
         host = _Host()
         async with open_engine(tmp_path, host) as engine:
             await build(engine, "u", "curl")
@@ -76,30 +76,30 @@ def test_a_name_that_cannot_be_moved_stays(tmp_path: Path) -> None:
                 await engine.templates.set_alias("t", "u")
             assert engine.templates.get("u").id == before.id and len(engine.templates.list()) == 2
 
-    asyncio.run(story())
+    asyncio.run(scenario())
 
 
-def test_builds_of_one_name_leave_one_template(tmp_path: Path) -> None:
-    async def story() -> None:
+def test_concurrent_builds_with_one_name_leave_one_template(tmp_path: Path) -> None:
+    async def scenario() -> None:
         host = _Host()
         async with open_engine(tmp_path, host, limits={"builds": 4}) as engine:
             await asyncio.gather(*(build(engine, "u", package) for package in ("curl", "wget", "git")))
             assert sorted(name for template in engine.templates.list() for name in template.names) == ["t", "u"]
             assert len(engine.templates.list()) == 2
 
-    asyncio.run(story())
+    asyncio.run(scenario())
 
 
 def test_a_build_that_cannot_be_named_leaves_no_template(tmp_path: Path) -> None:
-    async def story() -> None:
+    async def scenario() -> None:
         host = _Host()
         async with open_engine(tmp_path, host) as engine:
             host.build_seconds = 0.05
-            failed = await engine.templates.build("u", Recipe(packages=["curl"]))
+            build = await engine.templates.build("u", Recipe(packages=["curl"]))
             await engine.forks.fork("t", ForkSpec(names=["u"]))
-            await until(lambda: failed.status != "building")
-            assert failed.status == "error" and "is taken" in failed.reason
+            await wait_until(lambda: build.status != "building")
+            assert build.status == "error" and "is taken" in build.reason
             kinds = [each.kind for each in engine.index.snapshots.values()]
-            assert kinds == [SnapshotKind.TEMPLATE], "the one named t"
+            assert kinds == [SnapshotKind.TEMPLATE], "only the template t remains"
 
-    asyncio.run(story())
+    asyncio.run(scenario())

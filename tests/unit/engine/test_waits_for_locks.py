@@ -1,4 +1,4 @@
-"""Operations that wait for a sandbox while the snapshot that they use is to be removed."""
+"""Operations that wait for a sandbox's lock while another request deletes the snapshot that they use."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ import pytest
 from sandbox_gateway.errors import InUse, NotFound
 from sandbox_gateway.records import Snapshot
 from tests.api.memory_host import MemoryHost
-from tests.support.memory_engine import Gate, create, open_engine, until
+from tests.support.memory_engine import Gate, create, open_engine, wait_until
 
 
-def test_a_rollback_that_waits_keeps_its_snapshot(tmp_path: Path) -> None:
-    async def story() -> None:
+def test_a_rollback_that_waits_for_a_lock_keeps_its_snapshot(tmp_path: Path) -> None:
+    async def scenario() -> None:
         async with open_engine(tmp_path) as engine:
             await create(engine, "a")
             snapshot = await engine.snapshots.create("a", name="s")
@@ -27,47 +27,47 @@ def test_a_rollback_that_waits_keeps_its_snapshot(tmp_path: Path) -> None:
             assert snapshot.id in engine.index.snapshots
             await engine.snapshots.delete("s")
 
-    asyncio.run(story())
+    asyncio.run(scenario())
 
 
-def test_a_rollback_to_a_snapshot_that_is_just_removed_is_refused(tmp_path: Path) -> None:
+def test_a_rollback_to_a_snapshot_that_is_being_removed_is_refused(tmp_path: Path) -> None:
     class Host(MemoryHost):
-        removal: Gate | None = None
+        removal_gate: Gate | None = None
 
         async def remove_snapshot(self, snapshot: Snapshot) -> None:
-            if self.removal:
-                await self.removal()
+            if self.removal_gate:
+                await self.removal_gate()
             await super().remove_snapshot(snapshot)
 
-    async def story() -> None:
+    async def scenario() -> None:
         host = Host()
         async with open_engine(tmp_path, host) as engine:
             before = await create(engine, "a")
             await engine.snapshots.create("a", name="s")
-            host.removal = Gate()
+            host.removal_gate = Gate()
             removal = asyncio.create_task(engine.snapshots.delete("s"))
-            await host.removal.reached.wait()
+            await host.removal_gate.reached.wait()
             with pytest.raises(NotFound):
                 await engine.sandboxes.rollback("a", "s")
-            host.removal.opened.set()
+            host.removal_gate.opened.set()
             await removal
             assert engine.sandboxes.get("a").instance == before.instance
 
-    asyncio.run(story())
+    asyncio.run(scenario())
 
 
-def test_a_promotion_that_waits_keeps_its_capture(tmp_path: Path) -> None:
-    async def story() -> None:
+def test_a_promotion_that_waits_for_a_lock_keeps_its_capture(tmp_path: Path) -> None:
+    async def scenario() -> None:
         async with open_engine(tmp_path) as engine:
             await create(engine, "a")
             await engine.snapshots.create("a", name="s")
             await create(engine, "f", "s")
-            known = set(engine.index.snapshots)
+            earlier_ids = set(engine.index.snapshots)
             async with engine.sandboxes._locking.sandbox("a"):
                 promotion = asyncio.create_task(engine.sandboxes.promote("f"))
-                await until(lambda: set(engine.index.snapshots) > known)
+                await wait_until(lambda: set(engine.index.snapshots) > earlier_ids)
                 await engine.snapshots.create("f", name="later")  # the capture is no longer the head of its source
                 await engine.collector.collect()
             assert (await promotion).head in engine.index.snapshots
 
-    asyncio.run(story())
+    asyncio.run(scenario())

@@ -1,4 +1,4 @@
-"""The effect of a network policy on each address, and the name servers of a sandbox."""
+"""Tests for the effect of network policies on addresses, and for the name servers of sandboxes."""
 
 from __future__ import annotations
 
@@ -10,31 +10,31 @@ import pytest
 
 from sandbox_gateway.config import Network
 from sandbox_gateway.errors import Invalid
-from sandbox_gateway.hosts.addresses import METADATA, egress_rules, name_servers
+from sandbox_gateway.hosts.addresses import METADATA_NETWORKS, egress_rules, name_servers
 from sandbox_gateway.records import NetworkPolicy
 
-NOTHING = NetworkPolicy(allow_internet=False)
+NO_INTERNET = NetworkPolicy(allow_internet=False)
 
 
 def can_reach(policy: NetworkPolicy, address: str, port: int = 80, dns: Sequence[str] = ()) -> bool:
-    """Whether the first rule that matches allows the address."""
+    """Return whether the first matching rule allows the address."""
     for rule in egress_rules(policy, dns):
-        to = any(ipaddress.IPv4Address(address) in network for network in rule.networks)
-        if to and (port == 53 or not rule.dns_only):
+        is_in_network = any(ipaddress.IPv4Address(address) in network for network in rule.networks)
+        if is_in_network and (port == 53 or not rule.dns_only):
             return rule.allow
-    raise AssertionError("the rules do not say")
+    raise AssertionError("no rule matches")
 
 
 def test_without_a_policy_everything_but_metadata_is_open() -> None:
     assert can_reach(NetworkPolicy(), "1.1.1.1")
-    for network in METADATA:
+    for network in METADATA_NETWORKS:
         assert not can_reach(NetworkPolicy(), str(ipaddress.IPv4Network(network)[-1]))
 
 
 def test_allowed_addresses_are_open_if_the_rest_is_closed() -> None:
     policy = NetworkPolicy(allow_internet=False, allow_out=["192.0.2.0/24", " 198.51.100.7 "])
     assert can_reach(policy, "192.0.2.200") and can_reach(policy, "198.51.100.7")
-    assert not can_reach(policy, "198.51.100.8") and not can_reach(NOTHING, "1.1.1.1")
+    assert not can_reach(policy, "198.51.100.8") and not can_reach(NO_INTERNET, "1.1.1.1")
 
 
 def test_denied_addresses_are_closed_unless_allowed() -> None:
@@ -45,7 +45,7 @@ def test_denied_addresses_are_closed_unless_allowed() -> None:
 
 @pytest.mark.parametrize("wide", ["0.0.0.0/0", "169.0.0.0/8", "168.63.129.0/24", "192.0.0.0/16", "100.64.0.0/10"])
 def test_only_an_entry_within_a_metadata_range_opens_it(wide: str) -> None:
-    for network in METADATA:
+    for network in METADATA_NETWORKS:
         address = str(ipaddress.IPv4Network(network)[0])
         assert not can_reach(NetworkPolicy(allow_out=[wide]), address)
         assert can_reach(NetworkPolicy(allow_internet=False, allow_out=[wide, address]), address)
@@ -56,7 +56,7 @@ def test_a_name_server_at_a_metadata_address_opens_only_its_port() -> None:
     assert can_reach(NetworkPolicy(), server, 53, [server, "1.1.1.1"])
     assert not can_reach(NetworkPolicy(), server, 80, [server])
     assert not can_reach(NetworkPolicy(), "169.254.169.254", 53, [server])
-    assert not can_reach(NOTHING, server, 53, [server])
+    assert not can_reach(NO_INTERNET, server, 53, [server])
     assert not can_reach(NetworkPolicy(deny_out=["169.254.0.0/16"]), server, 53, [server])
     assert can_reach(NetworkPolicy(allow_internet=False, allow_out=["0.0.0.0/0"]), server, 53, [server])
     assert can_reach(NetworkPolicy(deny_out=["169.254.0.0/16"], allow_out=["169.0.0.0/8"]), server, 53, [server])
@@ -74,12 +74,12 @@ def test_overlapping_entries_are_merged() -> None:
 
 def test_errors_name_the_field_and_the_text() -> None:
     for field in ("allow_out", "deny_out"):
-        with pytest.raises(Invalid) as refused:
+        with pytest.raises(Invalid) as error_info:
             egress_rules(NetworkPolicy.model_validate({field: ["1.1.1.1", "host.example"]}), [])
-        assert refused.value.message.startswith(f"{field}: 'host.example' is not an IPv4 address or CIDR (")
+        assert error_info.value.message.startswith(f"{field}: 'host.example' is not an IPv4 address or CIDR. ")
 
 
-def test_loopback_name_servers_are_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_loopback_name_servers_are_omitted(monkeypatch: pytest.MonkeyPatch) -> None:
     files = {
         "/etc/resolv.conf": "search x\nnameserver 127.0.0.53\n#nameserver 3.3.3.3\n",
         "/run/systemd/resolve/resolv.conf": " nameserver  9.9.9.9\nnameserver fd00::1\nnameserver 9.9.9.9\n",

@@ -1,4 +1,4 @@
-"""Sending a machine its identity: over its serial line or by HTTP; and the possible answers of a hostile sandbox."""
+"""Tests for the agent client: it sends identities over the serial line or HTTP, and handles hostile responses."""
 
 from __future__ import annotations
 
@@ -21,33 +21,33 @@ ADDRESS = "127.0.0.1"
 FRAME = 4096
 
 
-class Machine:
-    """Records the messages over the line and the HTTP requests that it receives.
+class FakeMachine:
+    """A fake machine that records the identities that it receives over the serial line and over HTTP.
 
-    ``says``: its answers over the line to questions; None: it hangs up without an answer.
+    ``line_responses``: what it sends over the line after a challenge. None: it closes the line.
     """
 
-    def __init__(self, says: list[bytes | None]) -> None:
-        self.told: list[dict[str, Any]] = []
+    def __init__(self, line_responses: list[bytes | None]) -> None:
+        self.received: list[dict[str, Any]] = []
         self.requests: list[dict[str, Any]] = []
-        self.hung_up = 0
-        """Connections without a question."""
-        self._says = says
+        self.dropped_connections = 0
+        """Number of connections that were closed without a request."""
+        self._line_responses = line_responses
         self._listener = socket.create_server((ADDRESS, 0))
         self.port = self._listener.getsockname()[1]
         self.line, self._end = socket.socketpair()
         self.line.setblocking(False)
         self._end.setblocking(False)
 
-    async def identify(self, identity: Identity, *, line: bool = True, gone: str = "") -> None:
+    async def identify(self, identity: Identity, *, line: bool = True, end_reason: str = "") -> None:
         server = await asyncio.start_server(self._serve, sock=self._listener)
-        answering = asyncio.create_task(self._answer())
+        responder = asyncio.create_task(self._answer())
         client = AgentClient(Endpoint(ADDRESS, self.line if line else None), "")
         try:
-            await client.identify(identity, seconds=10, gone=lambda: gone)
+            await client.identify(identity, seconds=10, end_reason=lambda: end_reason)
             await asyncio.sleep(0.05)
         finally:
-            answering.cancel()
+            responder.cancel()
             server.close()
 
     def close(self) -> None:
@@ -58,20 +58,20 @@ class Machine:
         loop = asyncio.get_running_loop()
         while frame := await loop.sock_recv(self._end, FRAME):
             if frame[:1] == b"=":
-                self.told.append(json.loads(frame[1:]))
+                self.received.append(json.loads(frame[1:]))
                 continue
-            for said in self._says:
-                if said is None:
+            for response in self._line_responses:
+                if response is None:
                     self._end.shutdown(socket.SHUT_RDWR)
                     return
-                await loop.sock_sendall(self._end, said.replace(b"QUESTION", frame))
+                await loop.sock_sendall(self._end, response.replace(b"CHALLENGE", frame))
                 await asyncio.sleep(0.01)
 
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         try:
             head = await reader.readuntil(b"\r\n\r\n")
         except asyncio.IncompleteReadError:
-            self.hung_up += 1
+            self.dropped_connections += 1
             writer.close()
             return
         self.requests.append(json.loads(await reader.readexactly(_length(head))))
@@ -89,115 +89,115 @@ def identity(**env: str) -> Identity:
 
 
 @contextlib.contextmanager
-def machine(monkeypatch: pytest.MonkeyPatch, *says: bytes | None) -> Iterator[Machine]:
-    made = Machine(list(says))
-    monkeypatch.setattr(agent_client, "AGENT_PORT", made.port)
-    yield made
-    made.close()
+def machine(monkeypatch: pytest.MonkeyPatch, *line_responses: bytes | None) -> Iterator[FakeMachine]:
+    fake = FakeMachine(list(line_responses))
+    monkeypatch.setattr(agent_client, "AGENT_PORT", fake.port)
+    yield fake
+    fake.close()
 
 
 @pytest.mark.parametrize(
-    "says",
+    "line_responses",
     [
-        [b"QUESTION"],
-        [b"?what it said before it was captured", b"QUESTION"],
-        [b"?what it said before it was captured" + b"QUESTION"],
+        [b"CHALLENGE"],
+        [b"?output from before the capture", b"CHALLENGE"],
+        [b"?output from before the capture" + b"CHALLENGE"],
     ],
 )
-def test_an_agent_that_answers_over_the_line_is_identified_over_the_line(
-    monkeypatch: pytest.MonkeyPatch, says: list[bytes]
+def test_the_identity_is_sent_over_the_line_if_the_agent_responds(
+    monkeypatch: pytest.MonkeyPatch, line_responses: list[bytes]
 ) -> None:
-    with machine(monkeypatch, *says) as there:
-        asyncio.run(there.identify(identity(COLOUR="green")))
-    assert there.requests == []
-    (told,) = there.told
-    assert (told["hostname"], told["env"], told["wait"]) == ("one", {"COLOUR": "green"}, False)
-    assert abs(told["time"] - time.time()) < 5
+    with machine(monkeypatch, *line_responses) as fake:
+        asyncio.run(fake.identify(identity(COLOUR="green")))
+    assert fake.requests == []
+    (received,) = fake.received
+    assert (received["hostname"], received["env"], received["wait"]) == ("one", {"COLOUR": "green"}, False)
+    assert abs(received["time"] - time.time()) < 5
 
 
-def test_without_a_line_http_is_used(monkeypatch: pytest.MonkeyPatch) -> None:
-    with machine(monkeypatch) as there:
-        asyncio.run(there.identify(identity(COLOUR="green"), line=False))
-    assert there.told == []
-    assert [request["env"] for request in there.requests] == [{"COLOUR": "green"}]
+def test_the_identity_is_sent_over_http_without_a_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    with machine(monkeypatch) as fake:
+        asyncio.run(fake.identify(identity(COLOUR="green"), line=False))
+    assert fake.received == []
+    assert [request["env"] for request in fake.requests] == [{"COLOUR": "green"}]
 
 
-@pytest.mark.parametrize("says", [[], [b"?something else"], [None], [b"x" * FRAME] * 100])
-def test_without_an_answer_over_the_line_http_is_used(
-    monkeypatch: pytest.MonkeyPatch, says: list[bytes | None]
+@pytest.mark.parametrize("line_responses", [[], [b"?something else"], [None], [b"x" * FRAME] * 100])
+def test_the_identity_is_sent_over_http_if_the_line_does_not_respond(
+    monkeypatch: pytest.MonkeyPatch, line_responses: list[bytes | None]
 ) -> None:
     monkeypatch.setattr(agent_client, "_LINE_SECONDS", 0.3)
-    with machine(monkeypatch, *says) as there:
+    with machine(monkeypatch, *line_responses) as fake:
         start = time.monotonic()
-        asyncio.run(there.identify(identity()))
+        asyncio.run(fake.identify(identity()))
     assert time.monotonic() - start < 2
-    assert there.told == [] and len(there.requests) == 1
+    assert fake.received == [] and len(fake.requests) == 1
 
 
-def test_a_long_identity_is_sent_by_http(monkeypatch: pytest.MonkeyPatch) -> None:
-    with machine(monkeypatch, b"QUESTION") as there:
-        asyncio.run(there.identify(identity(LONG="x" * FRAME)))
-    assert there.told == []
-    assert [request["env"]["LONG"] for request in there.requests] == ["x" * FRAME]
+def test_a_long_identity_is_sent_over_http(monkeypatch: pytest.MonkeyPatch) -> None:
+    with machine(monkeypatch, b"CHALLENGE") as fake:
+        asyncio.run(fake.identify(identity(LONG="x" * FRAME)))
+    assert fake.received == []
+    assert [request["env"]["LONG"] for request in fake.requests] == ["x" * FRAME]
 
 
-def test_one_of_several_simultaneous_connections_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
-    """For example, the guest's network comes up, or a host under load tries again."""
-    attempts, answered = 0, asyncio.Event()
+def test_only_one_of_several_simultaneous_connections_is_used(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Several attempts can succeed at once, for example when the guest's network comes up."""
+    attempts, may_connect = 0, asyncio.Event()
     connect = agent_client.open_connection
 
-    async def delayed(*where: Any) -> Any:
+    async def connect_later(*where: Any) -> Any:
         nonlocal attempts
         attempts += 1
         if attempts == 5:
-            answered.set()
-        await answered.wait()
+            may_connect.set()
+        await may_connect.wait()
         return await connect(*where)
 
-    monkeypatch.setattr(agent_client, "open_connection", delayed)
-    with machine(monkeypatch) as there:
-        asyncio.run(there.identify(identity(), line=False))
-    assert len(there.requests) == 1
-    assert there.hung_up == attempts - 1 > 3
+    monkeypatch.setattr(agent_client, "open_connection", connect_later)
+    with machine(monkeypatch) as fake:
+        asyncio.run(fake.identify(identity(), line=False))
+    assert len(fake.requests) == 1
+    assert fake.dropped_connections == attempts - 1 > 3
 
 
-def test_an_ended_machine_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    with machine(monkeypatch, None) as there:
+def test_identify_fails_immediately_if_the_machine_has_stopped(monkeypatch: pytest.MonkeyPatch) -> None:
+    with machine(monkeypatch, None) as fake:
         start = time.monotonic()
-        there._listener.close()
-        there._listener = socket.create_server((ADDRESS, 0))
+        fake._listener.close()
+        fake._listener = socket.create_server((ADDRESS, 0))
         with pytest.raises(BackendFailed, match="its machine ended"):
-            asyncio.run(there.identify(identity(), gone="its machine ended"))
+            asyncio.run(fake.identify(identity(), end_reason="its machine ended"))
     assert time.monotonic() - start < 1
 
 
-def test_the_host_may_close_the_line(monkeypatch: pytest.MonkeyPatch) -> None:
-    async def test(there: Machine) -> None:
-        asyncio.get_running_loop().call_later(0.1, there.line.close)
-        await there.identify(identity())
+def test_the_identity_is_sent_over_http_if_the_host_closes_the_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def test(fake: FakeMachine) -> None:
+        asyncio.get_running_loop().call_later(0.1, fake.line.close)
+        await fake.identify(identity())
 
     monkeypatch.setattr(agent_client, "_LINE_SECONDS", 0.3)
-    with machine(monkeypatch) as there:
-        asyncio.run(test(there))
-    assert len(there.requests) == 1
+    with machine(monkeypatch) as fake:
+        asyncio.run(test(fake))
+    assert len(fake.requests) == 1
 
 
 @pytest.mark.parametrize("env", [{"": "x"}, {"A=B": "x"}, {"A\0": "x"}, {"A": "x\0"}])
-def test_an_impossible_environment_is_refused(monkeypatch: pytest.MonkeyPatch, env: dict[str, str]) -> None:
-    with machine(monkeypatch, b"QUESTION") as there, pytest.raises(Invalid, match="env must map"):
-        asyncio.run(there.identify(identity(**env)))
-    assert there.told == there.requests == []
+def test_an_invalid_environment_is_refused(monkeypatch: pytest.MonkeyPatch, env: dict[str, str]) -> None:
+    with machine(monkeypatch, b"CHALLENGE") as fake, pytest.raises(Invalid, match="env contains the invalid variable"):
+        asyncio.run(fake.identify(identity(**env)))
+    assert fake.received == fake.requests == []
 
 
-def _answering(answer: bytes, monkeypatch: pytest.MonkeyPatch, work: Any) -> Any:
-    """The result of ``work(client)`` with an agent that sends ``answer`` in one piece to every request."""
+def _call_agent(response: bytes, monkeypatch: pytest.MonkeyPatch, action: Any) -> Any:
+    """Return the result of ``action(client)`` with an agent that sends ``response`` in one piece to every request."""
 
     async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         head = await reader.readuntil(b"\r\n\r\n")
-        # Closing a connection with unread data resets it, and loses the answer.
+        # Closing a connection with unread data resets it, and the response is lost.
         await reader.readexactly(_length(head))
         with contextlib.suppress(ConnectionError):
-            writer.write(answer)
+            writer.write(response)
             await writer.drain()
         writer.close()
 
@@ -205,7 +205,7 @@ def _answering(answer: bytes, monkeypatch: pytest.MonkeyPatch, work: Any) -> Any
         server = await asyncio.start_server(serve, ADDRESS, 0)
         monkeypatch.setattr(agent_client, "AGENT_PORT", server.sockets[0].getsockname()[1])
         async with server:
-            return await work(AgentClient(Endpoint(ADDRESS), ""))
+            return await action(AgentClient(Endpoint(ADDRESS), ""))
 
     return asyncio.run(run())
 
@@ -215,7 +215,7 @@ def _http(status: int, body: bytes) -> bytes:
 
 
 @pytest.mark.parametrize(
-    "answer",
+    "response",
     [
         _http(200, b"abc"),
         _http(200, b"[" * 30_000),
@@ -228,40 +228,40 @@ def _http(status: int, body: bytes) -> bytes:
         _http(500, b"[" * 30_000),
     ],
 )
-def test_an_invalid_answer_is_a_failure_and_not_a_bug(monkeypatch: pytest.MonkeyPatch, answer: bytes) -> None:
+def test_an_invalid_response_raises_backend_failed(monkeypatch: pytest.MonkeyPatch, response: bytes) -> None:
     with pytest.raises(BackendFailed):
-        _answering(answer, monkeypatch, lambda client: client.exec(["true"]))
+        _call_agent(response, monkeypatch, lambda client: client.exec(["true"]))
 
 
-def test_the_size_of_answers_is_limited(monkeypatch: pytest.MonkeyPatch) -> None:
-    much = _http(200, b'{"a": "' + b"x" * (2 << 20) + b'"}')
+def test_the_size_of_responses_is_limited(monkeypatch: pytest.MonkeyPatch) -> None:
+    large_response = _http(200, b'{"a": "' + b"x" * (2 << 20) + b'"}')
     with pytest.raises(BackendFailed, match="more than 262144 bytes"):
-        _answering(much, monkeypatch, lambda client: client.call("/sync", {}))
+        _call_agent(large_response, monkeypatch, lambda client: client.call("/sync", {}))
     stdout = json.dumps({"exitCode": 0, "stdout": "eHh4" * (1 << 19)}).encode()
-    assert len(_answering(_http(200, stdout), monkeypatch, lambda client: client.exec(["x"])).stdout) == 3 << 19
+    assert len(_call_agent(_http(200, stdout), monkeypatch, lambda client: client.exec(["x"])).stdout) == 3 << 19
 
 
-def test_an_answer_in_tiny_pieces_does_not_delay_others(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_response_in_tiny_pieces_does_not_block_the_event_loop(monkeypatch: pytest.MonkeyPatch) -> None:
     turns = 0
 
     async def work(client: AgentClient) -> None:
         nonlocal turns
 
-        async def others() -> None:
+        async def count_turns() -> None:
             nonlocal turns
             while True:
                 turns += 1
                 await asyncio.sleep(0)
 
-        waiting = asyncio.create_task(others())
+        other_task = asyncio.create_task(count_turns())
         await client.call("/sync", {})
-        waiting.cancel()
+        other_task.cancel()
 
     body = b"".join(b"1\r\n%c\r\n" % byte for byte in b'{"a": "' + b"x" * 5000 + b'"}')
-    _answering(b"HTTP/1.1 200 x\r\nTransfer-Encoding: chunked\r\n\r\n" + body + b"0\r\n\r\n", monkeypatch, work)
+    _call_agent(b"HTTP/1.1 200 x\r\nTransfer-Encoding: chunked\r\n\r\n" + body + b"0\r\n\r\n", monkeypatch, work)
     assert turns > 5000
 
 
-def test_half_a_character_is_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
-    answer = _http(200, b'{"result": "\\ud800", "error": "", "exit_code": 0}')
-    assert _answering(answer, monkeypatch, lambda client: client.eval("x", timeout=1)).result == "?"
+def test_an_unpaired_surrogate_is_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
+    response = _http(200, b'{"result": "\\ud800", "error": "", "exit_code": 0}')
+    assert _call_agent(response, monkeypatch, lambda client: client.eval("x", timeout=1)).result == "?"

@@ -1,4 +1,4 @@
-"""Hints of the command line depend on the kind and the details of an error, never on its sentence."""
+"""The hints of the command line depend on the kind and the details of an error, never on its message."""
 
 from __future__ import annotations
 
@@ -6,12 +6,12 @@ from typing import Any
 
 import pytest
 
-from sandbox_gateway.cli.failure import Exit, failure_from_answer
+from sandbox_gateway.cli.failure import Exit, failure_from_response
 
 
 def hint(kind: str, status: int, details: dict[str, Any] | None = None, blockers: tuple[str, ...] = ()) -> str:
-    body: dict[str, Any] = {"kind": kind, "message": "a sentence in any words", "blockers": list(blockers)}
-    return failure_from_answer(status, body if details is None else {**body, "details": details}).hint
+    body: dict[str, Any] = {"kind": kind, "message": "any message", "blockers": list(blockers)}
+    return failure_from_response(status, body if details is None else {**body, "details": details}).hint
 
 
 def in_use(resource: str, *kinds: str, overrides: tuple[str, ...] = ()) -> str:
@@ -35,16 +35,16 @@ def in_use(resource: str, *kinds: str, overrides: tuple[str, ...] = ()) -> str:
         (None, "list"),
     ],
 )
-def test_not_found_names_the_command_that_lists(details: dict[str, Any] | None, command: str) -> None:
+def test_a_not_found_hint_names_the_command_that_lists_objects(details: dict[str, Any] | None, command: str) -> None:
     assert hint("not_found", 404, details) == f"`sandboxctl {command}` shows the existing ones"
 
 
-def test_a_snapshot_in_use_by_sandboxes() -> None:
+def test_a_snapshot_in_use_by_sandboxes_suggests_killing_them() -> None:
     text = in_use("snapshot", "sandbox", "sandbox", overrides=("when=unused",))
     assert "sandboxctl kill 000000000000 000000000001" in text and "--when-unused" in text
 
 
-def test_a_snapshot_in_use_by_a_clone_of_a_volume() -> None:
+def test_a_snapshot_in_use_by_a_volume_clone_suggests_deleting_the_volume() -> None:
     assert "sandboxctl volume delete VOLUME" in in_use("snapshot", "sandbox", "clone", overrides=("when=unused",))
 
 
@@ -58,7 +58,7 @@ def test_a_snapshot_in_use_by_a_clone_of_a_volume() -> None:
         (("clone",), (), "removes its clone"),
     ],
 )
-def test_each_obstacle_of_a_volume_has_a_remedy(kinds: tuple[str, ...], overrides: tuple[str, ...], words: str) -> None:
+def test_each_kind_of_volume_user_has_a_hint(kinds: tuple[str, ...], overrides: tuple[str, ...], words: str) -> None:
     assert words in in_use("volume", *kinds, overrides=overrides)
     assert in_use("volume", *kinds, overrides=overrides).count(";") == len(kinds) + len(overrides) - 1 - (
         "withSnapshots" in overrides
@@ -71,15 +71,15 @@ def test_a_resource_in_use_by_a_request_suggests_a_retry(resource: str) -> None:
 
 
 @pytest.mark.parametrize("resource", ["volume", "snapshot"])
-def test_the_sentence_alone_says_what_to_do_about_users_that_only_the_host_knows(resource: str) -> None:
+def test_users_that_only_the_host_knows_get_no_hint(resource: str) -> None:
     assert in_use(resource, "zfs_clone", "hold") == ""
 
 
-def test_an_older_gateway_sends_no_details() -> None:
+def test_an_error_without_details_suggests_killing_the_blockers() -> None:
     assert "sandboxctl kill 0123" in hint("in_use", 409, None, ("0123",))
 
 
 def test_exit_codes_follow_the_status_and_the_kind() -> None:
-    assert failure_from_answer(409, {"kind": "in_use", "message": "x"}).code is Exit.CONFLICT
-    assert failure_from_answer(400, {"kind": "unsupported", "message": "x"}).code is Exit.FAILED
-    assert failure_from_answer(404, None).code is Exit.UNREACHABLE
+    assert failure_from_response(409, {"kind": "in_use", "message": "x"}).code is Exit.CONFLICT
+    assert failure_from_response(400, {"kind": "unsupported", "message": "x"}).code is Exit.FAILED
+    assert failure_from_response(404, None).code is Exit.UNREACHABLE

@@ -1,4 +1,4 @@
-"""The configuration file: every error names its key."""
+"""Tests for reading the configuration file: every error names the invalid key."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def test_an_empty_file_means_the_defaults(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("text", "said"),
+    ("text", "expected"),
     [
         ("[server]\nsokcet = 'x'", "server.sokcet: unknown key"),
         ("[network]\nsubnet = '10.0.0.0/30'", "network.subnet: the subnet must be /28 or larger"),
@@ -31,11 +31,11 @@ def test_an_empty_file_means_the_defaults(tmp_path: Path) -> None:
         ("not toml", "cannot be read"),
     ],
 )
-def test_errors_name_the_key(tmp_path: Path, text: str, said: str) -> None:
-    with pytest.raises(Invalid, match=said.replace(".", r"\.")):
+def test_errors_name_the_key(tmp_path: Path, text: str, expected: str) -> None:
+    with pytest.raises(Invalid, match=expected.replace(".", r"\.")):
         load_config(tmp_path, text)
 
 
-def test_a_missing_file_says_what_to_do(tmp_path: Path) -> None:
+def test_a_missing_file_is_reported_with_a_remedy(tmp_path: Path) -> None:
     with pytest.raises(Invalid, match="--config"):
         load(tmp_path / "nowhere.toml")

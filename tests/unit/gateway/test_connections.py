@@ -1,4 +1,4 @@
-"""Counting connections, and reserving descriptors for essential work."""
+"""Tests for the limits of connections, and for reserving descriptors for essential work."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def test_connections_are_limited_per_address_and_in_total() -> None:
     assert admit_connections(limits, *["192.0.2.1"] * 3, *["192.0.2.2"] * 3, "192.0.2.3") == [True, True, False] * 2 + [
         False
     ]
-    limits.leave("192.0.2.1")
+    limits.release("192.0.2.1")
     assert admit_connections(limits, "192.0.2.3") == [True] and len(limits) == 4
 
 
@@ -41,7 +41,7 @@ def test_the_limit_per_address_can_be_disabled() -> None:
 
 
 @pytest.mark.parametrize(
-    ("one", "other", "same"),
+    ("one", "other", "is_same_client"),
     [
         ("2001:db8::1", "2001:db8::ffff:1:2:3", True),
         ("2001:db8::1", "2001:db8:0:1::1", False),
@@ -51,13 +51,13 @@ def test_the_limit_per_address_can_be_disabled() -> None:
         ("192.0.2.1", "192.0.2.2", False),
     ],
 )
-def test_ipv6_clients_are_counted_by_network(one: str, other: str, same: bool) -> None:
+def test_ipv6_clients_are_counted_by_network(one: str, other: str, is_same_client: bool) -> None:
     """An IPv6 client usually has a whole /64."""
-    assert admit_connections(count_admitted(connections_per_address=1), one, other) == [True, not same]
+    assert admit_connections(count_admitted(connections_per_address=1), one, other) == [True, not is_same_client]
 
 
 @pytest.mark.parametrize(
-    ("limits", "raised", "possible"),
+    ("limits", "new_limit", "max_connections"),
     [
         ((1024, 1 << 20), 4096 * 2 + 256 + 24 * 1000, 4096),
         ((1 << 20, 1 << 20), None, 4096),
@@ -68,11 +68,11 @@ def test_ipv6_clients_are_counted_by_network(one: str, other: str, same: bool) -
     ],
 )
 def test_descriptors_are_reserved(
-    monkeypatch: pytest.MonkeyPatch, limits: tuple[int, int], raised: int | None, possible: int
+    monkeypatch: pytest.MonkeyPatch, limits: tuple[int, int], new_limit: int | None, max_connections: int
 ) -> None:
     """If there are few descriptors, half of them are reserved."""
-    set_to: list[tuple[int, int]] = []
+    new_limits: list[tuple[int, int]] = []
     monkeypatch.setattr(connections.resource, "getrlimit", lambda _: limits)
-    monkeypatch.setattr(connections.resource, "setrlimit", lambda _, pair: set_to.append(pair))
-    assert connections.reserve_descriptors(Config()) == possible
-    assert set_to == ([(raised, limits[1])] if raised else [])
+    monkeypatch.setattr(connections.resource, "setrlimit", lambda _, pair: new_limits.append(pair))
+    assert connections.reserve_descriptors(Config()) == max_connections
+    assert new_limits == ([(new_limit, limits[1])] if new_limit else [])

@@ -37,7 +37,7 @@ def test_a_change_of_any_input_changes_the_digest(template: Path, part: str) -> 
     assert Recipe().digest(digest_guest(template)) != before
 
 
-def test_times_modes_byte_code_and_notes_do_not_count(template: Path) -> None:
+def test_the_digest_ignores_times_modes_byte_code_and_notes(template: Path) -> None:
     before = digest_guest(template)
     (template / "guest/packages.txt").touch(mode=0o600)
     (template / "guest/packages.txt").chmod(0o755)
@@ -53,7 +53,7 @@ def test_a_renamed_file_changes_the_digest(template: Path) -> None:
     assert digest_guest(template) != before
 
 
-def test_constants_of_the_network_script_count() -> None:
+def test_the_digest_covers_the_constants_of_the_network_script() -> None:
     assert digest_guest(TEMPLATE, "address 1") != digest_guest(TEMPLATE, "address 2")
     assert "@" not in guest_files.network_script()
 
@@ -61,11 +61,11 @@ def test_constants_of_the_network_script_count() -> None:
 def test_the_digest_is_stable_and_differs_between_kinds_of_host() -> None:
     code = "from sandbox_gateway.hosts.kvm_xfs.template.guest_files import guest_digest; print(guest_digest())"
     argv = [sys.executable, "-c", code]
-    said = [
+    outputs = [
         subprocess.run(
             argv, env={"PYTHONHASHSEED": seed}, capture_output=True, text=True, timeout=60, check=True
         ).stdout
         for seed in ("1", "2")
     ]
-    assert {text.strip() for text in said} == {guest_files.guest_digest()}
+    assert {text.strip() for text in outputs} == {guest_files.guest_digest()}
     assert jail_rootfs.guest_digest() != guest_files.guest_digest()

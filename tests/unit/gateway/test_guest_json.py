@@ -1,4 +1,4 @@
-"""JSON of a guest is parsed like the standard library does, in pieces of any size, within limits."""
+"""JSON from guests is parsed with the same results as the standard library, in pieces of any size and within limits."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from hypothesis import strategies as st
 from sandbox_gateway.engine import guest_json
 from sandbox_gateway.errors import BackendFailed, Busy
 
-things = st.recursive(
+json_values = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False, allow_infinity=False) | st.text(max_size=20),
     lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(max_size=8), inner, max_size=4),
     max_leaves=20,
 )
-objects = st.dictionaries(st.text(max_size=8), things, max_size=5)
+objects = st.dictionaries(st.text(max_size=8), json_values, max_size=5)
 
 
 def parse(data: bytes, limit: int = guest_json.DEFAULT_BYTES) -> dict[str, Any]:
@@ -27,10 +27,10 @@ def parse(data: bytes, limit: int = guest_json.DEFAULT_BYTES) -> dict[str, Any]:
 
 
 async def feed(*pieces: bytes) -> dict[str, Any]:
-    with guest_json.Answer("sandbox", "exec") as answer:
+    with guest_json.ResponseReader("sandbox", "exec") as response:
         for piece in pieces:
-            await answer.feed(piece)
-        return await answer.parse()
+            await response.feed(piece)
+        return await response.parse()
 
 
 @given(objects, st.booleans(), st.integers(1, 7))
@@ -49,21 +49,21 @@ def test_valid_json_is_parsed_like_the_standard_library(value: dict[str, Any], e
 @example(b'{"a": -Infinity}')
 @example(b'{"a": "b}')
 @example(b'{"a": "\xff"}')
-def test_arbitrary_input_is_an_object_or_an_error(data: bytes) -> None:
+def test_arbitrary_input_gives_an_object_or_an_error(data: bytes) -> None:
     try:
-        found = parse(data)
+        result = parse(data)
     except BackendFailed as failure:
-        assert failure.message == "the sandbox's agent answered exec with invalid JSON"
+        assert failure.message.startswith("the sandbox's agent answered exec with invalid JSON: ")
         return
     if data:
         expected = json.loads(data.decode("utf-8", "surrogatepass").encode(errors="replace"))
-        assert found == (expected if isinstance(expected, dict) else {})
+        assert result == (expected if isinstance(expected, dict) else {})
     else:
-        assert found == {}
+        assert result == {}
 
 
 @pytest.mark.parametrize("data", [b"[1]", b'"text"', b"1", b"null", b""])
-def test_a_value_that_is_not_an_object_is_an_empty_object(data: bytes) -> None:
+def test_a_value_that_is_not_an_object_is_parsed_as_an_empty_object(data: bytes) -> None:
     assert parse(data) == {}
 
 
@@ -93,34 +93,34 @@ def test_structure_is_limited_without_counting_strings() -> None:
     whole = b'{"a":"x"}'
     padding = b" " * (guest_json.MAX_STRUCTURE_BYTES - len(whole) + len("ax"))
     assert parse(whole + padding) == {"a": "x"}
-    with pytest.raises(BackendFailed, match="sent an invalid answer to exec"):
+    with pytest.raises(BackendFailed, match="sent an invalid response to exec"):
         parse(whole + padding + b" ")
 
 
-async def test_concurrent_answers_are_limited_per_sandbox_and_in_total(
+async def test_concurrent_responses_are_limited_per_sandbox_and_in_total(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(guest_json, "MAX_HELD_BYTES", 30)
     monkeypatch.setattr(guest_json, "MAX_TOTAL_HELD_BYTES", 50)
 
-    with guest_json.Answer("one", "exec") as first:
+    with guest_json.ResponseReader("one", "exec") as first:
         await first.feed(b'{"a": "' + b"x" * 13)
-        with guest_json.Answer("one", "exec") as second:
+        with guest_json.ResponseReader("one", "exec") as second:
             await second.feed(b" " * 10)
             with pytest.raises(Busy, match="the sandbox's agent is sending more than"):
                 await second.feed(b" ")
-        with guest_json.Answer("two", "exec") as other:
+        with guest_json.ResponseReader("two", "exec") as other:
             await other.feed(b" " * 30)
             with (
-                guest_json.Answer("three", "exec") as third,
+                guest_json.ResponseReader("three", "exec") as third,
                 pytest.raises(Busy, match="the agents of all sandboxes"),
             ):
                 await third.feed(b" ")
-        with guest_json.Answer("one", "exec") as again:
+        with guest_json.ResponseReader("one", "exec") as again:
             await again.feed(b" " * 10)
         await first.feed(b'"}')
         assert await first.parse() == {"a": "x" * 13}
-    assert not guest_json._held
+    assert not guest_json._held_bytes
 
 
 @given(st.binary(max_size=100))

@@ -1,4 +1,4 @@
-"""Freed memory returns to the system: measured in a separate process, since the allocator's settings are permanent."""
+"""Freed memory is returned to the system. A separate process is measured, as the allocator's settings are permanent."""
 
 from __future__ import annotations
 
@@ -32,17 +32,19 @@ with ThreadPoolExecutor(6) as pool:
         list(pool.map(hold, range(6)))
     print(resident() - before)
 """
-_THREADS_HELD = 6 * (20 << 20)
+_PEAK_BYTES = 6 * (20 << 20)
 
 
-def _memory_after(how: str) -> int:
-    ended = subprocess.run(
-        [sys.executable, "-c", _PROGRAM, how], capture_output=True, text=True, timeout=60, check=True
+def _memory_after(mode: str) -> int:
+    result = subprocess.run(
+        [sys.executable, "-c", _PROGRAM, mode], capture_output=True, text=True, timeout=60, check=True
     )
-    return int(ended.stdout)
+    return int(result.stdout)
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="/proc, and glibc")
+@pytest.mark.skipif(sys.platform != "linux", reason="requires /proc and glibc")
 def test_memory_of_captures_is_returned_to_the_system() -> None:
-    assert _memory_after("bounded") < _THREADS_HELD // 4
-    assert _memory_after("as it is") > _THREADS_HELD // 2, "the library does so by itself now: heap.py is not needed"
+    assert _memory_after("bounded") < _PEAK_BYTES // 4
+    assert _memory_after("as it is") > _PEAK_BYTES // 2, (
+        "the library now returns memory on its own: heap.py is no longer needed"
+    )

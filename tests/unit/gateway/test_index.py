@@ -1,4 +1,4 @@
-"""Names: one namespace, reserved before any work; lineage as trees."""
+"""Tests for the index: lookups, one namespace with reservations, and lineage as trees."""
 
 from __future__ import annotations
 
@@ -49,13 +49,13 @@ def test_a_name_requested_twice_is_taken() -> None:
         pass
 
 
-@given(taken=st.lists(names, unique=True, max_size=8))
-def test_a_duplicate_name_stays_with_the_older_object(taken: list[str]) -> None:
+@given(duplicates=st.lists(names, unique=True, max_size=8))
+def test_a_duplicate_name_stays_with_the_older_object(duplicates: list[str]) -> None:
     index = Index()
-    older = [Sandbox(name=name) for name in taken]
-    newer = [Sandbox(name=name, created_at=now() + timedelta(hours=1)) for name in taken]
-    clashes = index.load([*newer, *older], [])
-    assert len(clashes) == len(taken)
+    older = [Sandbox(name=name) for name in duplicates]
+    newer = [Sandbox(name=name, created_at=now() + timedelta(hours=1)) for name in duplicates]
+    problems = index.load([*newer, *older], [])
+    assert len(problems) == len(duplicates)
     for sandbox in older:
         assert index.sandbox(sandbox.name).id == sandbox.id
     for sandbox in newer:
@@ -82,17 +82,17 @@ def test_a_snapshot_moves_to_its_sources_parent() -> None:
 
 @given(ref=st.text(max_size=300))
 def test_invalid_references_are_not_found(ref: str) -> None:
-    with pytest.raises(NotFound) as refusal:
+    with pytest.raises(NotFound) as error_info:
         Index().sandbox(ref)
-    assert "not found" in refusal.value.message and len(refusal.value.message) < 700
+    assert "not found" in error_info.value.message and len(error_info.value.message) < 700
 
 
 def test_objects_are_found_by_id_and_name_until_they_are_removed() -> None:
     index = Index()
     sandbox, snapshot, volume = Sandbox(name="box"), Snapshot(names=["shot", "alias"]), Volume(name="data")
     template = Snapshot(kind=SnapshotKind.TEMPLATE, names=["ground"])
-    for thing in (sandbox, snapshot, volume, template):
-        index.put(thing)
+    for record in (sandbox, snapshot, volume, template):
+        index.put(record)
     assert index.sandbox("box") is index.sandbox(sandbox.id) is sandbox
     assert index.snapshot("shot") is index.snapshot("alias") is index.snapshot(snapshot.id) is snapshot
     assert index.volume("data") is index.volume(volume.id) is volume
@@ -102,8 +102,8 @@ def test_objects_are_found_by_id_and_name_until_they_are_removed() -> None:
     ]  # fmt: skip
     assert not any(map(index.is_free, ("box", "shot", "data", sandbox.id, snapshot.id, volume.id)))
     assert index.is_free("other")
-    for thing in (sandbox, snapshot, volume):
-        index.remove(thing.id)
+    for record in (sandbox, snapshot, volume):
+        index.remove(record.id)
     for find, kind, name in (
         (index.sandbox, "sandbox", "box"), (index.snapshot, "snapshot", "alias"), (index.volume, "volume", "data"),
     ):  # fmt: skip
@@ -146,14 +146,16 @@ def test_a_taken_name_is_refused_with_its_owner() -> None:
     index.put(sandbox)
     with index.reserved(["b"]):
         assert not index.is_free("b")
-        with pytest.raises(NameTaken) as refused, index.reserved(["a", "b", "c"]):
+        with pytest.raises(NameTaken) as error_info, index.reserved(["a", "b", "c"]):
             pass
-    assert f"'a' ({sandbox.id}), 'b' (being created)" in refused.value.message and "'c'" not in refused.value.message
-    assert refused.value.blockers == [sandbox.id]
+    assert (
+        f"'a' ({sandbox.id}), 'b' (being created)" in error_info.value.message and "'c'" not in error_info.value.message
+    )
+    assert error_info.value.blockers == [sandbox.id]
     assert index.is_free("b") and index.is_free("c")
 
 
-def test_an_object_is_in_use_until_its_last_user_ends() -> None:
+def test_an_object_is_pinned_until_its_last_pin_is_released() -> None:
     index = Index()
     one, other = Snapshot(), Snapshot()
     with index.pinned(one, other):
@@ -166,7 +168,7 @@ def test_an_object_is_in_use_until_its_last_user_ends() -> None:
     assert not index.is_pinned(one)
 
 
-def test_volumes_their_snapshots_and_their_mounts() -> None:
+def test_volume_snapshots_and_mounts_are_found() -> None:
     index = Index()
     volume, other = Volume(name="data"), Volume(name="other")
     newer = VolumeSnapshot(name="newer", volume=volume.id, size_mb=64, created_at=now() + timedelta(hours=1))
@@ -179,9 +181,9 @@ def test_volumes_their_snapshots_and_their_mounts() -> None:
     assert index.volume_snapshot("older", volume) is older and index.volume_snapshot("older", other) is same_name
     assert index.volume_snapshot(newer.id) is index.volume_snapshot(newer.id, volume) is newer
     assert index.mounts_of(volume) == [(sandbox, mount)]
-    with pytest.raises(NotFound, match="snapshot of volume other,"):
+    with pytest.raises(NotFound, match=r"snapshot .* of volume 'other' not found"):
         index.volume_snapshot(newer.id, other)
-    with pytest.raises(NotFound, match="snapshot of a volume,"):
+    with pytest.raises(NotFound, match=r"volume snapshot .* not found"):
         index.volume_snapshot("newer")
     index.remove(older.id)
     assert index.snapshots_of(volume) == [newer] and index.is_free("newer")
@@ -204,19 +206,19 @@ def test_the_newer_of_two_snapshots_loses_only_the_shared_name() -> None:
     assert index.snapshot("a") is older and index.snapshot("b") is newer and newer.names == ["b"]
 
 
-def test_users_and_descendants_of_a_snapshot() -> None:
+def test_sandboxes_that_use_a_snapshot_are_found() -> None:
     index = Index()
     snapshot = Snapshot(names=["s"])
     index.put(snapshot)
-    forked = Sandbox(name="forked", forked_from=snapshot.id)
-    rolled_back = Sandbox(name="rolled-back", base=snapshot.id)
+    fork = Sandbox(name="forked", forked_from=snapshot.id)
+    rollback = Sandbox(name="rolled-back", base=snapshot.id)
     paused = Sandbox(name="paused", pause_snapshot=snapshot.id)
-    for sandbox in (forked, rolled_back, paused, Sandbox(name="stranger")):
+    for sandbox in (fork, rollback, paused, Sandbox(name="stranger")):
         index.put(sandbox)
-    assert index.sandboxes_using(snapshot) == [forked, rolled_back, paused]
+    assert index.sandboxes_using(snapshot) == [fork, rollback, paused]
 
 
-def test_lineage_is_a_tree_or_a_branch_of_it() -> None:
+def test_lineage_returns_all_trees_or_one_branch() -> None:
     index = Index()
     template = Snapshot(kind=SnapshotKind.TEMPLATE, names=["t"])
     source = Sandbox(name="source", forked_from=template.id)
@@ -224,23 +226,23 @@ def test_lineage_is_a_tree_or_a_branch_of_it() -> None:
     first = Snapshot(names=["first"], source_sandbox=source.id, parent=template.id, created_at=now() + hour)
     second = Snapshot(names=["second"], source_sandbox=source.id, doomed=True, created_at=now() + 2 * hour)
     fork = Sandbox(name="fork", forked_from=first.id, state=SandboxState.PAUSED)
-    lonely = Sandbox(name="lonely", forked_from="0" * 12)
-    for thing in (second, lonely, fork, first, source, template):
-        index.put(thing)
+    orphan = Sandbox(name="lonely", forked_from="0" * 12)
+    for record in (second, orphan, fork, first, source, template):
+        index.put(record)
 
     def tree_of(node: dict[str, Any]) -> tuple[str, list[Any]]:
         return node["id"], [tree_of(child) for child in node["children"]]
 
-    of_first = (first.id, [(fork.id, [])])
-    whole = (template.id, [(source.id, [of_first, (second.id, [])])])
-    assert sorted(map(tree_of, index.lineage())) == sorted([whole, (lonely.id, [])])
-    assert [tree_of(node) for node in index.lineage("first")] == [of_first]
-    assert [tree_of(node) for node in index.lineage(source.id)] == whole[1]
+    first_branch = (first.id, [(fork.id, [])])
+    tree = (template.id, [(source.id, [first_branch, (second.id, [])])])
+    assert sorted(map(tree_of, index.lineage())) == sorted([tree, (orphan.id, [])])
+    assert [tree_of(node) for node in index.lineage("first")] == [first_branch]
+    assert [tree_of(node) for node in index.lineage(source.id)] == tree[1]
     with pytest.raises(NotFound, match="sandbox, snapshot or template"):
         index.lineage("nothing")
     nodes = {node["id"]: node for name in ("t", "source", "first", "fork") for node in index.lineage(name)}
-    found = {each["names"][0]: (each["kind"], each["hidden"], each.get("state")) for each in nodes.values()}
-    assert found == {
+    summaries = {each["names"][0]: (each["kind"], each["hidden"], each.get("state")) for each in nodes.values()}
+    assert summaries == {
         "t": ("template", False, None),
         "source": ("sandbox", False, "running"),
         "first": ("snapshot", False, None),
@@ -250,7 +252,7 @@ def test_lineage_is_a_tree_or_a_branch_of_it() -> None:
 
 
 def test_a_long_reference_is_shortened() -> None:
-    for ref, shown in (("a" * 80, "a" * 80), ("a" * 81, "a" * 77 + "...")):
-        with pytest.raises(NotFound) as refusal:
+    for ref, expected in (("a" * 80, "a" * 80), ("a" * 81, "a" * 77 + "...")):
+        with pytest.raises(NotFound) as error_info:
             Index().volume(ref)
-        assert re.search(rf"(?<!a){re.escape(shown)}(?!a|\.)", refusal.value.message), refusal.value.message
+        assert re.search(rf"(?<!a){re.escape(expected)}(?!a|\.)", error_info.value.message), error_info.value.message

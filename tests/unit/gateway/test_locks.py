@@ -1,4 +1,4 @@
-"""Locks by name: exclusive, with timeouts, without leftovers."""
+"""Keyed locks are exclusive, time out, and are deleted when they are unused."""
 
 from __future__ import annotations
 
@@ -10,26 +10,26 @@ from sandbox_gateway.engine.keyed_locks import KeyedLocks
 from sandbox_gateway.errors import Busy
 
 
-def test_a_lock_is_exclusive_and_other_names_are_independent() -> None:
-    async def scene() -> list[str]:
-        locks, told = KeyedLocks(5), []
+def test_a_lock_is_exclusive_and_other_keys_are_independent() -> None:
+    async def scenario() -> list[str]:
+        locks, events = KeyedLocks(5), []
 
         async def work(key: str, name: str) -> None:
             async with locks.hold(key, key):
-                told.append(f"{name} in")
+                events.append(f"{name} in")
                 await asyncio.sleep(0.01)
-                told.append(f"{name} out")
+                events.append(f"{name} out")
 
         await asyncio.gather(work("a", "1"), work("a", "2"), work("b", "3"))
         assert not locks._locks
-        return told
+        return events
 
-    told = asyncio.run(scene())
-    assert told.index("1 out") < told.index("2 in")
-    assert told.index("3 in") < told.index("1 out")
+    events = asyncio.run(scenario())
+    assert events.index("1 out") < events.index("2 in")
+    assert events.index("3 in") < events.index("1 out")
 
 
-async def test_a_wait_times_out_with_a_message() -> None:
+async def test_waiting_for_a_held_lock_times_out() -> None:
     locks = KeyedLocks(0.02)
     async with locks.hold("a", "sandbox a"):
         with pytest.raises(Busy, match="sandbox a is busy"):
@@ -48,3 +48,21 @@ async def test_a_cancelled_waiter_leaves_nothing() -> None:
         waiter.cancel()
         await asyncio.gather(waiter, return_exceptions=True)
     assert not locks._locks
+
+
+@pytest.mark.parametrize("turns", range(5))
+async def test_a_cancellation_that_arrives_with_the_lock_takes_effect(turns: int) -> None:
+    locks = KeyedLocks(5)
+
+    async def wait_and_hold() -> None:
+        async with locks.hold("a", "sandbox a"):
+            await asyncio.Event().wait()
+
+    async with locks.hold("a", "sandbox a"):
+        task = asyncio.create_task(wait_and_hold())
+        await asyncio.sleep(0.01)
+    for _ in range(turns):
+        await asyncio.sleep(0)
+    task.cancel()
+    await asyncio.wait([task], timeout=1)
+    assert task.cancelled() and not locks._locks

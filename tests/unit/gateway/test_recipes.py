@@ -1,4 +1,4 @@
-"""A recipe's digest, and that of its build inputs, change exactly when the result would change."""
+"""The digests of a recipe and of its source change exactly when the result of a build would change."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ def recipe_for(path: Path) -> str:
     return source_digest(Recipe.model_validate({"source": "rootfs", "path": str(path)}))
 
 
-def test_a_digest_is_the_same_in_every_version() -> None:
-    """A new field of recipes changes it: an upgrade then rebuilds every template."""
+def test_the_digest_does_not_change_between_versions() -> None:
+    """If the digest changes, for example because recipes get a new field, an upgrade rebuilds every template."""
     recipe = Recipe.model_validate({"packages": ["git", "curl", "git"], "setup": ["echo é"]})
     assert recipe.digest("guest", "files") == "6d99ed476c968fe3666c39c13da2c734a11eab17e8932b4afb7850c5cab8a574"
 
@@ -50,8 +50,8 @@ def test_a_directorys_digest_covers_names_modes_sizes_and_times(tmp_path: Path) 
     file = root / "etc" / "motd"
     file.write_text("hello")
     os.utime(file, (1, 1))
-    seen = [recipe_for(root)]
-    assert recipe_for(root) == seen[0]
+    digests = [recipe_for(root)]
+    assert recipe_for(root) == digests[0]
     for change in (
         lambda: (file.write_text("hello!"), os.utime(file, (1, 1))),
         lambda: os.utime(file, (2, 2)),
@@ -60,8 +60,8 @@ def test_a_directorys_digest_covers_names_modes_sizes_and_times(tmp_path: Path) 
         lambda: (root / "dangling").symlink_to("nowhere"),
     ):
         change()
-        assert recipe_for(root) not in seen
-        seen.append(recipe_for(root))
+        assert recipe_for(root) not in digests
+        digests.append(recipe_for(root))
 
 
 def test_a_tarballs_digest_covers_only_its_content(tmp_path: Path) -> None:
@@ -75,15 +75,16 @@ def test_a_tarballs_digest_covers_only_its_content(tmp_path: Path) -> None:
 
 
 def test_an_unreadable_path_is_reported_with_the_reason() -> None:
-    with pytest.raises(Invalid) as refused:
+    with pytest.raises(Invalid) as error_info:
         recipe_for(Path("/nowhere/at/all"))
-    assert refused.value.message == (
-        "the root file system /nowhere/at/all cannot be read on the gateway's host: No such file or directory"
+    assert error_info.value.message == (
+        "the root file system /nowhere/at/all cannot be read on the gateway's host: No such file or directory. "
+        "Correct 'path', or copy the files to that host"
     )
     assert source_digest(Recipe()) == ""
 
 
-def test_a_path_is_required_by_and_only_for_a_rootfs() -> None:
+def test_only_a_rootfs_recipe_needs_and_accepts_a_path() -> None:
     with pytest.raises(ValidationError, match="'path' is valid only with 'from: rootfs'"):
         Recipe.model_validate({"path": "/x"})
     with pytest.raises(ValidationError, match="needs the field 'path': the absolute path"):
@@ -94,6 +95,6 @@ def test_package_names_follow_apts_rules() -> None:
     good = ["curl", "g++", "libc6:amd64", "python3.11", "git=1:2.39.5-0+deb12u2", "a" * 128]
     assert Recipe(packages=good).packages == good
     for bad in ("a", "-a", "Curl", "curl:", "curl=", "curl;id", "curl git", "a" * 129, "b" * 200):
-        with pytest.raises(ValidationError) as refused:
+        with pytest.raises(ValidationError) as error_info:
             Recipe(packages=["git", bad])
-        assert f"{bad[:80]!r} is not a valid name of a Debian package" in str(refused.value)
+        assert f"{bad[:80]!r} is not a valid Debian package name" in str(error_info.value)

@@ -1,4 +1,4 @@
-"""Records survive serialization with any content; names and recipes are validated on input."""
+"""Records with any contents survive serialization. Names and recipes are validated on input."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def test_fields_of_a_newer_gateway_are_ignored() -> None:
 
 
 @given(name=st.from_regex(NAME_PATTERN, fullmatch=True))
-def test_every_valid_name_makes_a_host_name(name: str) -> None:
+def test_every_valid_name_gives_a_valid_host_name(name: str) -> None:
     assert check_name(name) == name
     hostname = Sandbox(name=name).hostname
     assert 1 <= len(hostname) <= 63 and hostname.replace("-", "a").isalnum() and not hostname.startswith("-")
@@ -44,7 +44,7 @@ REST = FIRST + "_.-"
 
 
 def follows_name_rule(text: str) -> bool:
-    """The rule for names, without a regular expression."""
+    """Return whether a name is allowed, without using the regular expression under test."""
     return 1 <= len(text) <= 64 and text[0] in FIRST and all(letter in REST for letter in text)
 
 
@@ -60,21 +60,21 @@ def follows_name_rule(text: str) -> bool:
 @example("a/b")
 @example("\uff11")
 @example("a" * 10_000)
-def test_names_are_accepted_exactly_by_the_rule(name: str) -> None:
+def test_exactly_the_valid_names_are_accepted(name: str) -> None:
     if follows_name_rule(name):
         assert check_name(name) == name
     else:
-        with pytest.raises(ValueError, match="is not allowed: use 1 to 64 letters") as refused:
+        with pytest.raises(ValueError, match="is not allowed: use 1 to 64 letters") as error_info:
             check_name(name)
-        assert len(str(refused.value)) < 1000
+        assert len(str(error_info.value)) < 1000
 
 
 def test_a_refused_name_is_shown_up_to_eighty_characters() -> None:
-    for name, shown in (("-" * 80, "-" * 80), ("-" * 81, "-" * 77 + "...")):
-        with pytest.raises(ValueError) as refused:
+    for name, expected in (("-" * 80, "-" * 80), ("-" * 81, "-" * 77 + "...")):
+        with pytest.raises(ValueError) as error_info:
             check_name(name)
-        assert str(refused.value) == (
-            f"the name '{shown}' is not allowed: use 1 to 64 letters, digits, '_', '.' or '-', "
+        assert str(error_info.value) == (
+            f"the name '{expected}' is not allowed: use 1 to 64 letters, digits, '_', '.' or '-', "
             "starting with a letter or digit"
         )
 
@@ -83,7 +83,7 @@ def test_times_must_be_utc() -> None:
     assert now().utcoffset() == timedelta(0)
 
 
-def test_a_recipes_digest_depends_on_content_and_not_on_spelling() -> None:
+def test_a_recipes_digest_ignores_the_order_of_packages() -> None:
     one = Recipe(packages=["curl", "git"])
     assert one.digest() == Recipe(packages=["git", "curl", "git"]).digest()
     assert one.digest() != Recipe(packages=["curl"]).digest()

@@ -1,4 +1,4 @@
-"""The snapshots that a retention rule removes."""
+"""Tests for which snapshots a retention rule removes."""
 
 from __future__ import annotations
 
@@ -31,13 +31,13 @@ def test_keep_daily_keeps_the_newest_of_each_day() -> None:
     assert removed_hours(Retention(keep_daily=2), 1, 2, 13, 20, 40) == [2, 20, 40]
 
 
-def test_a_snapshot_kept_by_either_rule_stays() -> None:
+def test_a_snapshot_that_either_rule_keeps_is_kept() -> None:
     assert removed_hours(Retention(keep_last=2, keep_daily=3), 1, 2, 3, 13, 14, 40) == [3, 14]
 
 
 def test_max_age_removes_snapshots_that_other_rules_keep() -> None:
     assert removed_hours(Retention(max_age=3 * 3600), 1, 2, 4) == [4]
-    assert removed_hours(Retention(max_age=4 * 3600), 1, 2, 4) == [], "it is as old as it may be"
+    assert removed_hours(Retention(max_age=4 * 3600), 1, 2, 4) == [], "its age equals the limit"
     assert removed_hours(Retention(keep_last=3, max_age=1.5 * 3600), 1, 2, 3, 4) == [2, 3, 4]
 
 
@@ -45,17 +45,21 @@ def test_the_newest_snapshot_is_never_removed() -> None:
     assert removed_hours(Retention(max_age=1), 500, 600) == [600]
 
 
-def test_snapshots_without_a_rule_stay() -> None:
-    by_hand, ruled = snapshot_taken(50, None), snapshot_taken(1, Retention(keep_last=1))
-    assert find_surplus([by_hand, ruled], NOON) == []
+def test_snapshots_without_a_rule_are_kept() -> None:
+    without_rule, with_rule = snapshot_taken(50, None), snapshot_taken(1, Retention(keep_last=1))
+    assert find_surplus([without_rule, with_rule], NOON) == []
 
 
 def test_the_newest_rule_applies_for_each_sandbox() -> None:
     strict, lax = Retention(keep_last=1), Retention(keep_last=5)
-    mine = [snapshot_taken(3, strict), snapshot_taken(2, strict), snapshot_taken(1, lax)]
-    theirs = [snapshot_taken(5, lax, "b" * 12), snapshot_taken(4, lax, "b" * 12), snapshot_taken(3, strict, "b" * 12)]
-    assert find_surplus(mine, NOON) == []
-    assert find_surplus([*mine, *theirs], NOON) == theirs[:2]
+    first_series = [snapshot_taken(3, strict), snapshot_taken(2, strict), snapshot_taken(1, lax)]
+    second_series = [
+        snapshot_taken(5, lax, "b" * 12),
+        snapshot_taken(4, lax, "b" * 12),
+        snapshot_taken(3, strict, "b" * 12),
+    ]
+    assert find_surplus(first_series, NOON) == []
+    assert find_surplus([*first_series, *second_series], NOON) == second_series[:2]
 
 
 rules = st.builds(
@@ -69,7 +73,7 @@ rules = st.builds(
 @given(rules, st.lists(st.floats(0, 500), min_size=1, max_size=20))
 def test_rules_are_idempotent_and_never_remove_everything(rule: Retention, hours: list[float]) -> None:
     snapshots = [snapshot_taken(each, rule) for each in hours]
-    gone = find_surplus(snapshots, NOON)
-    left = [each for each in snapshots if each not in gone]
-    assert left
-    assert find_surplus(left, NOON) == []
+    surplus = find_surplus(snapshots, NOON)
+    remaining = [each for each in snapshots if each not in surplus]
+    assert remaining
+    assert find_surplus(remaining, NOON) == []

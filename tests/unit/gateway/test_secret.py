@@ -1,4 +1,4 @@
-"""The host's secret survives restarts, is private, and is never weak."""
+"""The host's secret survives restarts, is readable only by root, and is never too short."""
 
 from __future__ import annotations
 
@@ -39,5 +39,5 @@ def test_a_half_written_secret_is_replaced(tmp_path: Path) -> None:
 @pytest.mark.parametrize("length", [0, 31, 33])
 def test_a_secret_of_another_length_is_refused(tmp_path: Path, length: int) -> None:
     (tmp_path / "secret").write_bytes(bytes(length))
-    with pytest.raises(Invalid, match=f"has {length} bytes instead of 32: restore it"):
+    with pytest.raises(Invalid, match=f"is {length} bytes long instead of 32: restore it"):
         load_secret(tmp_path / "secret")

@@ -1,4 +1,4 @@
-"""Tasks: background tasks, and work that a cancellation does not interrupt."""
+"""Tests for background tasks, and for work that cancellation does not interrupt."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from sandbox_gateway.log import Logger
 from sandbox_gateway.tasks import BackgroundTasks, finish_despite_cancellation, wait_for_all
 
 
-def test_the_first_error_is_raised_when_all_have_ended() -> None:
-    done: list[str] = []
+def test_the_first_error_is_raised_after_all_tasks_have_finished() -> None:
+    finished: list[str] = []
 
     async def work(name: str, seconds: float, error: Exception | None = None) -> str:
         await asyncio.sleep(seconds)
-        done.append(name)
+        finished.append(name)
         if error:
             raise error
         return name
@@ -26,23 +26,23 @@ def test_the_first_error_is_raised_when_all_have_ended() -> None:
         assert await finish_despite_cancellation(wait_for_all(work("a", 0.02), work("b", 0.01))) == ["a", "b"]
         with pytest.raises(BackendFailed, match="one"):
             await finish_despite_cancellation(wait_for_all(work("c", 0.01, BackendFailed("one")), work("d", 0.05)))
-        assert done[-2:] == ["c", "d"]
+        assert finished[-2:] == ["c", "d"]
         task = asyncio.create_task(finish_despite_cancellation(wait_for_all(work("e", 0.05))))
         await asyncio.sleep(0.01)
         task.cancel()
         with pytest.raises(asyncio.CancelledError):
             await task
-        assert done[-1] == "e"
+        assert finished[-1] == "e"
 
     asyncio.run(story())
 
 
 def test_background_tasks_are_awaited_cancelled_and_their_failures_logged(caplog: pytest.LogCaptureFixture) -> None:
-    done: list[str] = []
+    finished: list[str] = []
 
     async def work(name: str, seconds: float) -> str:
         await asyncio.sleep(seconds)
-        done.append(name)
+        finished.append(name)
         return name
 
     async def fail() -> None:
@@ -57,19 +57,19 @@ def test_background_tasks_are_awaited_cancelled_and_their_failures_logged(caplog
         await tasks.wait(0.05)
         await tasks.cancel()
         await tasks.wait()
-        assert done == ["a", "b"]
+        assert finished == ["a", "b"]
 
     with caplog.at_level(logging.ERROR, "sandbox_gateway"):
         asyncio.run(story())
     assert [record.getMessage() for record in caplog.records] == ["it failed"]
 
 
-def test_work_finishes_although_its_caller_is_cancelled_again_and_again() -> None:
-    done: list[str] = []
+def test_work_finishes_even_if_its_caller_is_cancelled_repeatedly() -> None:
+    finished: list[str] = []
 
     async def work() -> None:
         await asyncio.sleep(0.05)
-        done.append("work")
+        finished.append("work")
 
     async def story() -> None:
         task = asyncio.create_task(finish_despite_cancellation(work()))
@@ -78,6 +78,6 @@ def test_work_finishes_although_its_caller_is_cancelled_again_and_again() -> Non
             task.cancel()
         with pytest.raises(asyncio.CancelledError):
             await task
-        assert done == ["work"]
+        assert finished == ["work"]
 
     asyncio.run(story())

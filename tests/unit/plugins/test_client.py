@@ -1,4 +1,4 @@
-"""The client with a gateway that hangs, hangs up, or sends invalid answers."""
+"""Test the client with a gateway that hangs, closes connections, or sends invalid responses."""
 
 from __future__ import annotations
 
@@ -21,18 +21,18 @@ def faulty(gateway: FaultyGateway) -> Iterator[FaultyGateway]:
 
 @pytest.fixture
 def client(faulty: FaultyGateway) -> Iterator[Client]:
-    made = Client(faulty.url, timeout=30)
-    yield made
-    made.close()
+    client = Client(faulty.url, timeout=30)
+    yield client
+    client.close()
 
 
-def test_reads_reopen_a_closed_connection(faulty: FaultyGateway, client: Client) -> None:
+def test_get_request_reopens_a_closed_connection(faulty: FaultyGateway, client: Client) -> None:
     client.get("/health")
     faulty.cut = 1
     assert client.get("/health")["status"] == "ok"
 
 
-def test_a_change_is_not_sent_twice(faulty: FaultyGateway, client: Client) -> None:
+def test_post_request_is_not_repeated(faulty: FaultyGateway, client: Client) -> None:
     client.get("/health")
     faulty.cut, faulty.calls = 1, []
     with pytest.raises(Failure, match="closed the connection") as caught:
@@ -41,31 +41,33 @@ def test_a_change_is_not_sent_twice(faulty: FaultyGateway, client: Client) -> No
     assert not faulty.calls and not faulty.list_objects("sandboxes")
 
 
-def test_a_slow_gateway(faulty: FaultyGateway) -> None:
+def test_slow_response_times_out(faulty: FaultyGateway) -> None:
     impatient = Client(faulty.url, timeout=0.2)
     faulty.delay = 1
-    with pytest.raises(Failure, match=r"did not answer GET /health within 0\.2 s") as caught:
+    with pytest.raises(Failure, match=r"did not respond to GET /health within 0\.2 s") as caught:
         impatient.get("/health")
     assert caught.value.kind == "timeout"
 
 
 @pytest.mark.parametrize(
-    ("status", "data", "words"),
+    ("status", "data", "message"),
     [
-        (502, {"detail": "Bad Gateway"}, "status 502 and unexpected JSON"),
-        (404, ["nothing"], "status 404 and unexpected JSON"),
+        (502, {"detail": "Bad Gateway"}, "status 502 with unexpected JSON"),
+        (404, ["nothing"], "status 404 with unexpected JSON"),
         (200, None, "version"),
     ],
 )
-def test_answers_of_other_services(faulty: FaultyGateway, client: Client, status: int, data: Any, words: str) -> None:
+def test_responses_of_other_services_are_rejected(
+    faulty: FaultyGateway, client: Client, status: int, data: Any, message: str
+) -> None:
     faulty.intercept = lambda _method, _target: (status, data)
-    with pytest.raises(Failure, match=words) as caught:
+    with pytest.raises(Failure, match=message) as caught:
         client.require_version()
     assert caught.value.kind == "not_a_gateway"
 
 
-def test_a_field_that_the_gateway_does_not_know(client: Client) -> None:
-    """The gateway ignores it; the layer in front of it rejects it."""
+def test_unknown_fields_are_rejected(client: Client) -> None:
+    """The HTTP layer rejects fields that the gateway itself would ignore."""
     with pytest.raises(Failure, match="unknown: colour"):
         client.post("/sandboxes", {"templateID": "base", "name": "box", "colour": "red"})
     with pytest.raises(Failure, match="unknown: shade"):

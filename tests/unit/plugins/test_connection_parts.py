@@ -1,4 +1,4 @@
-"""The small parts of the connection: ends of commands, quoting of paths, errors of broken connections."""
+"""Test parts of the connection plugin: exit codes, quoting of paths, and errors of broken connections."""
 
 from __future__ import annotations
 
@@ -29,20 +29,20 @@ from ansible_collections.grove.sandbox.plugins.plugin_utils import _stream
         ({"exitCode": -1, "exited": False}, 255),
     ],
 )
-def test_exit_codes_match_a_shells(end: dict[str, Any], code: int) -> None:
+def test_exit_codes_are_those_of_a_shell(end: dict[str, Any], code: int) -> None:
     assert _stream._exit_code(end) == code
 
 
 @pytest.mark.parametrize("path", ["/a b", "/q'\"&=?#%41+;", "/grün/日本", "/line\nbreak", "/not-utf8-\udcff"])
-def test_paths_are_quoted_as_one_argument(path: str) -> None:
-    parts = urlsplit(_stream._files(path))
+def test_paths_are_quoted_in_the_url(path: str) -> None:
+    parts = urlsplit(_stream._files_target(path))
     assert parts.path == "/files" and not parts.fragment
-    (given,) = parse_qs(parts.query, strict_parsing=True, errors="surrogateescape")["path"]
-    assert given == path
+    (quoted,) = parse_qs(parts.query, strict_parsing=True, errors="surrogateescape")["path"]
+    assert quoted == path
 
 
-class Answer:
-    """A response that holds ``data`` and then ends."""
+class FakeResponse:
+    """A response whose body is ``data``."""
 
     def __init__(self, data: bytes) -> None:
         self._file = io.BytesIO(data)
@@ -58,9 +58,9 @@ def make_frames(*messages: tuple[int, bytes]) -> bytes:
 
 
 def make_process(data: bytes) -> _stream.Process:
-    answer: Any = Answer(data)
+    response: Any = FakeResponse(data)
     channel = _stream.Channel("web", url="http://localhost:1")
-    return _stream.Process(channel, http.client.HTTPConnection("localhost"), answer)
+    return _stream.Process(channel, http.client.HTTPConnection("localhost"), response)
 
 
 START = (0, b'{"event":{"start":{"pid":7}}}')
@@ -68,23 +68,23 @@ OUT = (0, b'{"event":{"data":{"stdout":"AAH/"}}}')
 END = (0, b'{"event":{"end":{"exitCode":4,"exited":true}}}')
 
 
-def test_output() -> None:
-    running = make_process(make_frames(START, (0, b'{"event":{"keepalive":{}}}'), OUT, END, (2, b"{}")))
-    assert list(running.output()) == [("", b""), ("", b""), ("stdout", b"\0\x01\xff")]
-    assert running.pid == 7 and running.exit_code == 4
+def test_output_is_decoded() -> None:
+    process = make_process(make_frames(START, (0, b'{"event":{"keepalive":{}}}'), OUT, END, (2, b"{}")))
+    assert list(process.output()) == [("", b""), ("", b""), ("stdout", b"\0\x01\xff")]
+    assert process.pid == 7 and process.exit_code == 4
 
 
 @pytest.mark.parametrize(
-    ("data", "says", "kind"),
+    ("data", "message", "kind"),
     [
         (make_frames(START, OUT), "was closed", "unreachable"),
         (make_frames(START, OUT, END)[:-3], "was closed", "unreachable"),
-        (make_frames(START, OUT, (2, b"{}")), "did not report how the command ended", _stream.INSIDE),
+        (make_frames(START, OUT, (2, b"{}")), "did not report the exit code", _stream.INSIDE),
         (make_frames((2, b'{"error":{"code":"internal","message":"no such user"}}')), "no such user", _stream.INSIDE),
     ],
 )
-def test_truncated_or_invalid_output(data: bytes, says: str, kind: str) -> None:
-    with pytest.raises(Failure, match=says) as caught:
+def test_truncated_or_invalid_output_raises_a_failure(data: bytes, message: str, kind: str) -> None:
+    with pytest.raises(Failure, match=message) as caught:
         list(make_process(data).output())
     assert caught.value.kind == kind
 
@@ -98,60 +98,60 @@ def test_truncated_or_invalid_output(data: bytes, says: str, kind: str) -> None:
     ],
     ids=["closed", "not read", "unreachable"],
 )
-def test_input_that_is_not_delivered(monkeypatch: pytest.MonkeyPatch, failure: Failure, killed: bool) -> None:
-    asked: list[str] = []
+def test_undelivered_input_kills_the_process(monkeypatch: pytest.MonkeyPatch, failure: Failure, killed: bool) -> None:
+    methods: list[str] = []
 
-    def unary(self: Any, method: str, message: dict[str, Any], patience: float = 0) -> None:
-        asked.append(method)
+    def unary(self: Any, method: str, message: dict[str, Any], extra_timeout: float = 0) -> None:
+        methods.append(method)
         if method == "SendInput":
             raise failure
 
     monkeypatch.setattr(_stream.Channel, "unary", unary)
-    running = make_process(make_frames(START, END, (2, b"{}")))
-    running.feed(b"data")
-    assert running._feeder
-    running._feeder.join()
-    assert ("SendSignal" in asked) is killed
+    process = make_process(make_frames(START, END, (2, b"{}")))
+    process.feed(b"data")
+    assert process._feeder
+    process._feeder.join()
+    assert ("SendSignal" in methods) is killed
     if killed:
         with pytest.raises(Failure, match=failure.message):
-            list(running.output())
+            list(process.output())
     else:
-        assert list(running.output()) and running.exit_code == 4
+        assert list(process.output()) and process.exit_code == 4
 
 
-def test_errors_after_delivered_input() -> None:
-    given = (0, json.dumps({"event": {"start": {"pid": 7, "input": True}}}).encode())
-    for first, fed in ((START, False), (given, True)):
-        running = make_process(make_frames(first, END, (2, b"{}")))
-        assert list(running.output()) and running.fed is fed
+def test_the_agent_confirms_the_input() -> None:
+    start_with_input = (0, json.dumps({"event": {"start": {"pid": 7, "input": True}}}).encode())
+    for first, accepted in ((START, False), (start_with_input, True)):
+        process = make_process(make_frames(first, END, (2, b"{}")))
+        assert list(process.output()) and process.input_accepted is accepted
 
 
-def test_a_broken_connection_has_a_message() -> None:
+def test_broken_connections_are_described() -> None:
     channel = _stream.Channel("web", url="http://localhost:1", timeout=3)
-    for error, says in (
+    for error, message in (
         (TimeoutError(), "neither data nor a heartbeat for 3 s"),
         (http.client.RemoteDisconnected(), "was closed"),
         (ConnectionResetError(), "was closed"),
         (BrokenPipeError(), "was closed"),
     ):
         failure = channel.connection_lost("POST /files", error)
-        assert says in failure.message and failure.kind == "unreachable"
+        assert message in failure.message and failure.kind == "unreachable"
 
 
 def test_a_closed_idle_connection_is_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
     channel = _stream.Channel("web", url="http://localhost:1")
-    ours, theirs = socket.socketpair()
-    kept = http.client.HTTPConnection("localhost")
-    kept.sock = ours
-    answer: Any = Answer(b"")
-    answer.will_close = False
-    channel.keep(kept, answer)
-    assert channel.connection() is kept
-    channel.keep(kept, answer)
-    theirs.close()
+    client_socket, server_socket = socket.socketpair()
+    connection = http.client.HTTPConnection("localhost")
+    connection.sock = client_socket
+    response: Any = FakeResponse(b"")
+    response.will_close = False
+    channel.release(connection, response)
+    assert channel.acquire_connection() is connection
+    channel.release(connection, response)
+    server_socket.close()
     with pytest.raises(Failure, match="no gateway answers"):
-        channel.connection()
-    assert kept.sock is None, "and it is closed"
+        channel.acquire_connection()
+    assert connection.sock is None, "the broken connection is closed"
 
 
 def test_the_user_and_the_key_are_headers() -> None:
@@ -161,7 +161,7 @@ def test_the_user_and_the_key_are_headers() -> None:
 
 
 class FakeBecome:
-    """The part of a become plugin that the connection uses."""
+    """The parts of a become plugin that the connection uses."""
 
     success = "BECOME-SUCCESS-x"
     prompt = "password for me:"
@@ -183,34 +183,34 @@ class FakeBecome:
 
 
 class RecordedProcess:
-    """Records the input of a process."""
+    """A process that records its input."""
 
     def __init__(self) -> None:
-        self.told = b""
-        self.write = lambda data: setattr(self, "told", self.told + data)
+        self.input_data = b""
+        self.write = lambda data: setattr(self, "input_data", self.input_data + data)
 
 
-@pytest.mark.parametrize("late", [b"", b"\n", b"\nerr\n"])
-def test_a_prompt_is_answered_once_and_not_shown(late: bytes) -> None:
-    """sudo's output on one stream may arrive after the command's output on the other."""
+@pytest.mark.parametrize("late_output", [b"", b"\n", b"\nerr\n"])
+def test_the_password_is_sent_once_and_the_prompt_is_removed(late_output: bytes) -> None:
+    """The prompt of sudo on one stream may arrive after the command's output on the other."""
     escalation, process = _Escalation(FakeBecome(), "web", 60), RecordedProcess()
-    told: Any = process
+    input_data: Any = process
     out, err = bytearray(), bytearray()
-    assert escalation.waiting and escalation.keep_waiting(told, out, err)
+    assert escalation.waiting and escalation.keep_waiting(input_data, out, err)
     err += b"a lecture\npassword for"
-    assert escalation.keep_waiting(told, out, err) and process.told == b""
+    assert escalation.keep_waiting(input_data, out, err) and process.input_data == b""
     err += b" me:"
-    assert escalation.keep_waiting(told, out, err) and escalation.keep_waiting(told, out, err)
-    assert process.told == b"secret\n"
+    assert escalation.keep_waiting(input_data, out, err) and escalation.keep_waiting(input_data, out, err)
+    assert process.input_data == b"secret\n"
     out += b"BECOME-SUCCESS-x\n"
-    assert not escalation.keep_waiting(told, out, err)
-    err += late
-    assert escalation.without_prompt(bytes(err)) == late[1:]
+    assert not escalation.keep_waiting(input_data, out, err)
+    err += late_output
+    assert escalation.without_prompt(bytes(err)) == late_output[1:]
     assert escalation.without_prompt(bytes(out)) == b"BECOME-SUCCESS-x\n"
     assert escalation.without_prompt(b"password for you:") == b"password for you:"
 
 
-def test_become_is_disabled() -> None:
+def test_output_is_unchanged_without_become() -> None:
     escalation = _Escalation(None, "web", 60)
     assert not escalation.waiting
     assert escalation.without_prompt(b"password for me:") == b"password for me:"

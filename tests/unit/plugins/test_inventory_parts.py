@@ -1,4 +1,4 @@
-"""The inventory's variables for sandboxes, without Ansible around it: filters, names, groups, variables."""
+"""Test the inventory plugin's filters, host names, groups and variables without running Ansible."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from ansible_collections.grove.sandbox.plugins.plugin_utils import _gateways, _i
 from ansible_collections.grove.sandbox.plugins.plugin_utils._gateways import Gateway
 
 ALL = list(_inventory.GROUPINGS)
-EVIL = "{{ lookup('ansible.builtin.pipe', 'touch /tmp/evil') }}"
+MALICIOUS_TEMPLATE = "{{ lookup('ansible.builtin.pipe', 'touch /tmp/evil') }}"
 
 
-def sandbox(**more: Any) -> dict[str, Any]:
+def sandbox(**fields: Any) -> dict[str, Any]:
     return {
         "id": "0123456789ab",
         "name": "web",
@@ -24,12 +24,12 @@ def sandbox(**more: Any) -> dict[str, Any]:
         "head": "golden",
         "metadata": {"team": "blue"},
         "backend": "kvm_xfs",
-        **more,
+        **fields,
     }
 
 
 @pytest.mark.parametrize(
-    ("filters", "through"),
+    ("filters", "expected"),
     [
         ({}, True),
         ({"state": "running"}, True),
@@ -49,30 +49,31 @@ def sandbox(**more: Any) -> dict[str, Any]:
         ({"name": None}, True),
     ],
 )
-def test_filters(filters: dict[str, Any], through: bool) -> None:
-    assert _inventory.passes(sandbox(), filters) is through
+def test_filters_select_sandboxes(filters: dict[str, Any], expected: bool) -> None:
+    assert _inventory.matches_filters(sandbox(), filters) is expected
 
 
-def test_a_number_in_a_filter_is_text() -> None:
-    assert _inventory.passes(sandbox(metadata={"run": "7"}), {"metadata": {"run": 7}})
+def test_numbers_in_filters_match_text() -> None:
+    assert _inventory.matches_filters(sandbox(metadata={"run": "7"}), {"metadata": {"run": 7}})
 
 
 @pytest.mark.parametrize(
-    "name", ["all", "ungrouped", "localhost", "127.0.0.1", "::1", EVIL, "a b", "", "-x", "a\nb", "web[1:3]"]
+    "name",
+    ["all", "ungrouped", "localhost", "127.0.0.1", "::1", MALICIOUS_TEMPLATE, "a b", "", "-x", "a\nb", "web[1:3]"],
 )
-def test_names_with_a_special_meaning(name: str) -> None:
+def test_names_with_a_special_meaning_are_replaced_by_ids(name: str) -> None:
     assert _inventory.host_name(sandbox(name=name), "name", "east") == "0123456789ab"
     assert _inventory.host_name(sandbox(name=name), "name_gateway", "east") == "0123456789ab.east"
 
 
-def test_names() -> None:
+def test_host_names() -> None:
     assert _inventory.host_name(sandbox(), "name", "east") == "web"
     assert _inventory.host_name(sandbox(), "id", "east") == "0123456789ab"
     assert _inventory.host_name(sandbox(), "name_gateway", "east") == "web.east"
     assert _inventory.host_name(sandbox(name="state_running"), "name", "east", {"state_running"}) == "0123456789ab"
 
 
-def test_groups() -> None:
+def test_group_names() -> None:
     groups = _inventory.groups_of(sandbox(metadata={"team": "blue", "empty": ""}), "east", ALL)
     assert groups == [
         "template_base",
@@ -105,19 +106,19 @@ def test_variables_contain_no_key() -> None:
 
 
 @pytest.mark.parametrize(
-    ("given", "says"),
+    ("content", "message"),
     [
         ({"url": "x", "tokn": "y"}, r"unknown keys \(tokn\)"),
         ("east", "must be a mapping"),
         (["a"], "must be a mapping"),
     ],
 )
-def test_invalid_inventory_files(given: Any, says: str) -> None:
-    with pytest.raises(Failure, match=says):
-        _inventory.check_keys(given, _inventory.GATEWAY_KEYS, "gateway 1 of 1")
+def test_invalid_gateway_entries_are_refused(content: Any, message: str) -> None:
+    with pytest.raises(Failure, match=message):
+        _inventory.check_keys(content, _inventory.GATEWAY_KEYS, "gateway 1 of 1")
 
 
-def test_keys(tmp_path: Path) -> None:
+def test_keys_are_read_from_options_and_files(tmp_path: Path) -> None:
     file = tmp_path / "key"
     file.write_text("from-the-file\n")
     assert Gateway("x", token="own", token_file=str(file)).key() == "own"
@@ -130,7 +131,7 @@ def test_keys(tmp_path: Path) -> None:
         Gateway("x", token_file=str(file)).key()
 
 
-def test_cached_values() -> None:
+def test_gateways_are_remembered_by_sandbox_and_url() -> None:
     gateway, other = Gateway("http://one"), Gateway("http://two")
     _gateways.remember("feedfeedfeed", gateway)
     _gateways.remember("feedfeedfeed", other)

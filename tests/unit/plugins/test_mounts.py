@@ -1,4 +1,4 @@
-"""The mount paths that modules accept: the same as the gateway's, so that check mode does not promise more."""
+"""Test that modules accept the same mount paths as the gateway, so that predictions in check mode are correct."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 from ansible_collections.grove.sandbox.plugins.module_utils._failure import Failure
-from ansible_collections.grove.sandbox.plugins.module_utils._mounts import check_apart, checked_path, desired_mounts
+from ansible_collections.grove.sandbox.plugins.module_utils._mounts import check_no_overlap, parse_mounts, validate_path
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -16,7 +16,9 @@ from sandbox_gateway.errors import Invalid
 STEPS = st.sampled_from(
     ["srv", "etc", "proc", "run", "usr", "home", "tmp", "a", "a.b", "..", ".", "", "ä", "a b", "x:y"]
 )
-PATHS = st.builds(lambda steps, lead: lead + "/".join(steps), st.lists(STEPS, max_size=4), st.sampled_from(["/", ""]))
+PATHS = st.builds(
+    lambda steps, prefix: prefix + "/".join(steps), st.lists(STEPS, max_size=4), st.sampled_from(["/", ""])
+)
 
 
 def is_refused(check: Any, *arguments: Any) -> bool:
@@ -28,8 +30,8 @@ def is_refused(check: Any, *arguments: Any) -> bool:
 
 
 @given(PATHS | st.text(max_size=12))
-def test_a_path_is_refused_exactly_where_the_gateway_refuses_it(path: str) -> None:
-    assert is_refused(checked_path, path) == is_refused(check_mount_paths, [path.rstrip("/")])
+def test_modules_and_gateway_refuse_the_same_paths(path: str) -> None:
+    assert is_refused(validate_path, path) == is_refused(check_mount_paths, [path.rstrip("/")])
 
 
 @given(
@@ -37,29 +39,29 @@ def test_a_path_is_refused_exactly_where_the_gateway_refuses_it(path: str) -> No
         st.builds(lambda steps: "/srv/" + "/".join(steps), st.lists(st.sampled_from("ab"), min_size=1, max_size=3))
     )
 )
-def test_paths_overlap_exactly_where_the_gateway_says_so(paths: list[str]) -> None:
-    assert is_refused(check_apart, paths) == is_refused(check_mount_paths, paths)
+def test_modules_and_gateway_refuse_the_same_overlaps(paths: list[str]) -> None:
+    assert is_refused(check_no_overlap, paths) == is_refused(check_mount_paths, paths)
 
 
 @pytest.mark.parametrize("path", ["/srv/data", "/srv/data/", "/opt", "/home/me", "/var/lib/x", "/a" * 127])
-def test_valid_paths(path: str) -> None:
-    assert checked_path(path) == path.rstrip("/")
+def test_valid_paths_are_accepted(path: str) -> None:
+    assert validate_path(path) == path.rstrip("/")
 
 
-def test_a_long_path_is_shortened_in_the_error() -> None:
+def test_long_paths_are_shortened_in_errors() -> None:
     with pytest.raises(Failure, match="at most 255") as caught:
-        checked_path("/a" * 5000)
+        validate_path("/a" * 5000)
     assert len(caught.value.message) < 400
 
 
-def test_volumes_are_sorted_and_unique() -> None:
-    given_list = [{"name": "b", "path": "/srv/b/", "read_only": True}, {"name": "a", "path": "/srv/a"}]
-    found = desired_mounts(given_list)
-    assert found is not None
-    assert [mount.view() for mount in found] == [
+def test_mounts_are_sorted_and_volumes_unique() -> None:
+    option = [{"name": "b", "path": "/srv/b/", "read_only": True}, {"name": "a", "path": "/srv/a"}]
+    mounts = parse_mounts(option)
+    assert mounts is not None
+    assert [mount.view() for mount in mounts] == [
         {"name": "a", "path": "/srv/a", "read_only": False},
         {"name": "b", "path": "/srv/b", "read_only": True},
     ]
-    assert desired_mounts(None) is None and desired_mounts([]) == ()
+    assert parse_mounts(None) is None and parse_mounts([]) == ()
     with pytest.raises(Failure, match="listed twice"):
-        desired_mounts([{"name": "a", "path": "/srv/a"}, {"name": "a", "path": "/srv/b"}])
+        parse_mounts([{"name": "a", "path": "/srv/a"}, {"name": "a", "path": "/srv/b"}])

@@ -1,4 +1,4 @@
-"""Properties of every plan, for generated states and options: predictions are correct, a second run does nothing."""
+"""Test with generated states and options that predictions are correct and that a second run changes nothing."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from hypothesis import strategies as st
 from tests.collection.runner import check_prediction
 from tests.support.faulty_gateway import FaultyGateway
 
-THINGS = {
+RESOURCE_KINDS = {
     "sandbox": _sandbox,
     "fork": _fork,
     "snapshot": _snapshot,
@@ -34,20 +34,20 @@ THINGS = {
 
 @pytest.fixture(scope="module")
 def client(gateway: FaultyGateway) -> Iterator[Client]:
-    made = Client(gateway.url)
-    yield made
-    made.close()
+    client = Client(gateway.url)
+    yield client
+    client.close()
 
 
-def defaults(thing: Any) -> dict[str, Any]:
-    return {name: option.get("default") for name, option in thing.ARGUMENTS.items()}
+def defaults(resource_kind: Any) -> dict[str, Any]:
+    return {name: option.get("default") for name, option in resource_kind.ARGUMENTS.items()}
 
 
-BOXES = ["a", "b", "ci-1", "ci-2", "ci-3"]
+SANDBOXES = ["a", "b", "ci-1", "ci-2", "ci-3"]
 SNAPSHOTS = ["s", "t", "u"]
 TEMPLATES = ["base", "web"]
 VOLUMES = ["data", "cache"]
-names = st.lists(st.sampled_from(BOXES), min_size=1, max_size=3, unique=True)
+names = st.lists(st.sampled_from(SANDBOXES), min_size=1, max_size=3, unique=True)
 metadata = st.none() | st.dictionaries(st.sampled_from(["k", "l"]), st.sampled_from(["1", 2, True]), max_size=2)
 sizes = {"cpus": st.none() | st.sampled_from([1, 2]), "memory_mb": st.none() | st.sampled_from([256, 512])}
 network = st.none() | st.fixed_dictionaries(
@@ -60,17 +60,19 @@ network = st.none() | st.fixed_dictionaries(
 paths = st.sampled_from(["/srv/a", "/srv/b", "/srv/c/", "/srv/d", "/srv/b/inside"])
 
 
-def volumes(**more: st.SearchStrategy[Any]) -> st.SearchStrategy[Any]:
-    one = {"name": st.sampled_from(VOLUMES), "path": paths, "read_only": st.booleans(), **more}
+def volumes(**options: st.SearchStrategy[Any]) -> st.SearchStrategy[Any]:
+    one = {"name": st.sampled_from(VOLUMES), "path": paths, "read_only": st.booleans(), **options}
     return st.none() | st.lists(st.fixed_dictionaries(one), max_size=2)
 
 
-attachment = st.fixed_dictionaries({"sandbox": st.sampled_from(BOXES[:2]), "path": paths, "read_only": st.booleans()})
+attachment = st.fixed_dictionaries(
+    {"sandbox": st.sampled_from(SANDBOXES[:2]), "path": paths, "read_only": st.booleans()}
+)
 attachments = st.none() | st.lists(attachment, max_size=2)
 source = st.sampled_from(
     [{"template": "base"}, {"template": "web"}, {"snapshot": "s"}, {"snapshot": "t"}, {}],
 )
-wishes = {
+task_options = {
     "sandbox": st.builds(
         lambda fixed, origin: {**fixed, **origin},
         st.fixed_dictionaries(
@@ -113,7 +115,7 @@ wishes = {
     "snapshot": st.fixed_dictionaries(
         {
             "name": st.lists(st.sampled_from(SNAPSHOTS), min_size=1, max_size=2, unique=True),
-            "sandbox": st.lists(st.sampled_from(BOXES), min_size=1, max_size=1),
+            "sandbox": st.lists(st.sampled_from(SANDBOXES), min_size=1, max_size=1),
             "state": st.sampled_from(["present", "present", "absent"]),
             "when_changed": st.booleans(),
             "when_unused": st.booleans(),
@@ -156,7 +158,7 @@ wishes = {
         }
     ),
 }
-one_wish = st.sampled_from(sorted(wishes)).flatmap(lambda kind: st.tuples(st.just(kind), wishes[kind]))
+one_task = st.sampled_from(sorted(task_options)).flatmap(lambda kind: st.tuples(st.just(kind), task_options[kind]))
 
 
 @pytest.fixture(autouse=True)
@@ -169,13 +171,13 @@ def _no_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
     deadline=None,
     suppress_health_check=[HealthCheck.function_scoped_fixture],
 )
-@given(st.lists(one_wish, max_size=6), st.lists(st.sampled_from(BOXES), max_size=3), one_wish)
+@given(st.lists(one_task, max_size=6), st.lists(st.sampled_from(SANDBOXES), max_size=3), one_task)
 def test_predictions_are_correct_and_runs_are_idempotent(
     gateway: FaultyGateway,
     client: Client,
     history: list[tuple[str, dict[str, Any]]],
-    written: list[str],
-    wish: tuple[str, dict[str, Any]],
+    changed_sandboxes: list[str],
+    task: tuple[str, dict[str, Any]],
 ) -> None:
     gateway.reset()
     carry_out(client, "volume", {"name": ["data", "cache"], "snapshots": ["one"]})
@@ -183,49 +185,53 @@ def test_predictions_are_correct_and_runs_are_idempotent(
     carry_out(client, "snapshot", {"name": ["s"], "sandbox": ["a"], "volumes": ["data"]})
     for kind, params in history:
         carry_out(client, kind, params)
-    for name in dict.fromkeys(written):
+    for name in dict.fromkeys(changed_sandboxes):
         gateway.write(name)
-    kind, params = wish
+    kind, params = task
     gateway.calls.clear()
-    said = carry_out(client, kind, params, check=True)
+    predicted = carry_out(client, kind, params, check=True)
     assert {method for method, _ in gateway.calls} <= {"GET"}
-    done = carry_out(client, kind, params)
-    assert said.get("failed") == done.get("failed"), (said.get("msg"), done.get("msg"))
-    assert said.get("failure") == done.get("failure")
-    if "diff" not in done:
+    actual = carry_out(client, kind, params)
+    assert predicted.get("failed") == actual.get("failed"), (predicted.get("msg"), actual.get("msg"))
+    assert predicted.get("failure") == actual.get("failure")
+    if "diff" not in actual:
         return
-    check_prediction(said, done)
-    again = carry_out(client, kind, params)
+    check_prediction(predicted, actual)
+    repeated = carry_out(client, kind, params)
     if params.get("rollback_to"):
-        # Writes to a volume since the snapshot are not known: it is rolled back every time.
-        assert {verb for each in again["outcomes"] for verb in each["actions"]} <= {"rollback"}
+        # The gateway cannot detect writes to a volume since the snapshot, so every run rolls it back.
+        assert {verb for each in repeated["outcomes"] for verb in each["actions"]} <= {"rollback"}
         return
-    assert not again["changed"], (again["outcomes"], again["diff"])
-    # The counts in the message may differ: removed objects are no longer among the names.
+    assert not repeated["changed"], (repeated["outcomes"], repeated["diff"])
+    # The counts in the message may differ, because removed resources are no longer counted.
     for key in ("kind", "blockers"):
-        assert again.get("failure", {}).get(key) == done.get("failure", {}).get(key)
+        assert repeated.get("failure", {}).get(key) == actual.get("failure", {}).get(key)
 
 
 def carry_out(client: Client, kind: str, params: dict[str, Any], *, check: bool = False) -> dict[str, Any]:
-    given = {name: value for name, value in params.items() if value is not None}
-    return run(THINGS[kind], {**defaults(THINGS[kind]), **given}, check=check, client=client)
+    options = {name: value for name, value in params.items() if value is not None}
+    return run(RESOURCE_KINDS[kind], {**defaults(RESOURCE_KINDS[kind]), **options}, check=check, client=client)
 
 
-@pytest.mark.parametrize("way", [{"count": 3, "name_prefix": "ci", "exact": True}, {"names": ["ci-1", "ci-3"]}])
-def test_complete_forks_need_one_call(gateway: FaultyGateway, client: Client, way: dict[str, Any]) -> None:
+@pytest.mark.parametrize("selection", [{"count": 3, "name_prefix": "ci", "exact": True}, {"names": ["ci-1", "ci-3"]}])
+def test_existing_forks_need_only_one_request(
+    gateway: FaultyGateway, client: Client, selection: dict[str, Any]
+) -> None:
     gateway.reset()
-    wish = {"snapshot": "base", "metadata": {"run": 7}}
-    made = carry_out(client, "fork", {**wish, "count": 3, "name_prefix": "ci"})
+    task = {"snapshot": "base", "metadata": {"run": 7}}
+    created = carry_out(client, "fork", {**task, "count": 3, "name_prefix": "ci"})
     gateway.calls.clear()
-    again = carry_out(client, "fork", {**wish, **way})
+    repeated = carry_out(client, "fork", {**task, **selection})
     assert [method for method, _ in gateway.calls] == ["GET"], gateway.calls
-    assert not again["changed"] and again["sandboxes"][0] == made["sandboxes"][0] and again["outcomes"] == []
+    assert (
+        not repeated["changed"] and repeated["sandboxes"][0] == created["sandboxes"][0] and repeated["outcomes"] == []
+    )
 
 
-def test_only_requested_fields_of_forks_are_listed(gateway: FaultyGateway, client: Client) -> None:
+def test_fork_results_contain_only_the_documented_fields(gateway: FaultyGateway, client: Client) -> None:
     gateway.reset()
     for check in (True, False):
-        made = carry_out(client, "fork", {"snapshot": "base", "names": ["one"], "metadata": {"a": "b"}}, check=check)
-        (listed,) = made["sandboxes"]
-        assert listed == made["sandbox"]
+        created = carry_out(client, "fork", {"snapshot": "base", "names": ["one"], "metadata": {"a": "b"}}, check=check)
+        (listed,) = created["sandboxes"]
+        assert listed == created["sandbox"]
         assert list(listed) == ["id", "name", "state", "address", "forked_from", "snapshot_id", "volumes"]

@@ -1,4 +1,4 @@
-"""Plans of ``sandbox_template`` for a template whose recipe is unchanged."""
+"""Test the plans of ``sandbox_template`` for templates with an unchanged recipe."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ from typing import Any
 import pytest
 from ansible_collections.grove.sandbox.plugins.module_utils import _template
 from ansible_collections.grove.sandbox.plugins.module_utils._plan import Plan, diff, predict
-from ansible_collections.grove.sandbox.plugins.module_utils._shapes import RECIPE_WORDS, template_shape
+from ansible_collections.grove.sandbox.plugins.module_utils._shapes import RECIPE_FIELDS, template_shape
 
 
-def plan(answer: dict[str, Any], **options: Any) -> Plan:
-    want = _template.desired(parameters(**options))
-    return _template.plan(want, _template.Current({"web": template_shape(answer)}))
+def plan(template: dict[str, Any], **options: Any) -> Plan:
+    want = _template.desired_state(parameters(**options))
+    return _template.plan(want, _template.CurrentState({"web": template_shape(template)}))
 
 
 def parameters(**options: Any) -> dict[str, Any]:
@@ -20,17 +20,17 @@ def parameters(**options: Any) -> dict[str, Any]:
 
 
 def template(**fields: Any) -> dict[str, Any]:
-    """The gateway's answer for a template of the default recipe."""
-    recipe = {field: parameters()[option] for option, field in RECIPE_WORDS.items()}
+    """Return the gateway's response for a template with the default recipe."""
+    recipe = {field: parameters()[option] for option, field in RECIPE_FIELDS.items()}
     return {"templateID": "0" * 12, "names": ["web"], "buildStatus": "ready", "recipe": recipe, **fields}
 
 
 @pytest.mark.parametrize("fields", [{"outdated": False}, {"outdated": None}, {}])
-def test_a_template_that_is_not_known_to_be_outdated_stays(fields: dict[str, Any]) -> None:
+def test_a_template_not_known_to_be_outdated_is_kept(fields: dict[str, Any]) -> None:
     assert plan(template(**fields)).actions == ()
 
 
-def test_an_outdated_template_is_built_again_and_the_diff_says_why() -> None:
+def test_an_outdated_template_is_rebuilt_and_the_diff_shows_why() -> None:
     (action,) = plan(template(outdated=True)).actions
     assert action.verb == "build"
     change = diff([action])
@@ -40,17 +40,17 @@ def test_an_outdated_template_is_built_again_and_the_diff_says_why() -> None:
     assert predict({}, [action])["web"]["outdated"] is False
 
 
-def test_rebuild_outdated_false_keeps_it_and_a_changed_recipe_does_not() -> None:
+def test_rebuild_outdated_false_rebuilds_only_for_a_changed_recipe() -> None:
     assert plan(template(outdated=True), rebuild_outdated=False).actions == ()
     (action,) = plan(template(outdated=True), rebuild_outdated=False, packages=["curl"]).actions
     assert action.verb == "build"
 
 
-def test_the_removal_of_an_outdated_template_shows_that_it_is_outdated() -> None:
+def test_removing_an_outdated_template_shows_outdated_in_the_diff() -> None:
     (action,) = plan(template(outdated=True), state="absent", when_unused=True).actions
     assert action.verb == "remove" and diff([action])["before"]["web"]["outdated"] is True
 
 
-def test_a_template_being_built_is_not_waited_for_twice() -> None:
+def test_a_template_being_built_is_not_built_again() -> None:
     building = template(buildStatus="building", outdated=False)
     assert plan(building, wait_timeout=0).actions == ()

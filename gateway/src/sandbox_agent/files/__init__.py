@@ -1,1 +1,1 @@
-"""Files: their contents, the entries of directories, and watching for changes."""
+"""Read and write files, list directories, and watch directories for changes."""

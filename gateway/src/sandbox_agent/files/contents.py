@@ -1,4 +1,4 @@
-"""``/files``: downloads and uploads of files, streamed."""
+"""``/files``: stream downloads and uploads of files."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ import stat
 from sandbox_agent.failure import Failure, from_os_error, invalid
 from sandbox_agent.files.entries import check_metadata, read_metadata, write_metadata
 from sandbox_agent.http import multipart
-from sandbox_agent.http.message import displayable
+from sandbox_agent.http.message import make_displayable
 from sandbox_agent.http.server import Route
-from sandbox_agent.http.wire import PIECE
+from sandbox_agent.http.wire import PIECE_SIZE
 from sandbox_agent.machine import users
 
 TYPE_CHECKING = False
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from sandbox_agent.http.wire import Body, Reply, Request
 
 
-_METADATA = "x-metadata-"
+_METADATA_PREFIX = "x-metadata-"
 
 
 def routes() -> dict[str, list[Route]]:
@@ -32,29 +32,29 @@ def routes() -> dict[str, list[Route]]:
 def download(request: Request, reply: Reply) -> None:
     """``?path&username`` → the file's bytes, compressed if ``Accept-Encoding`` is exactly ``gzip``.
 
-    Most clients accept gzip among other encodings by default; compressing for them would cost more than it saves.
+    Most clients accept gzip among other encodings by default. Compressing for them would cost more than it saves.
     """
     query = request.query()
     path = _user_for(request, query).path(query.get("path", ""))
     compress = request.headers.get("accept-encoding", "").strip().lower() == "gzip"
     with open(_open_regular(path), "rb", buffering=0) as file:
-        found = os.fstat(file.fileno())
-        kind = b"application/octet-stream"
+        file_stat = os.fstat(file.fileno())
+        content_type = b"application/octet-stream"
         if compress:
-            reply.begin(kind, extra=b"Content-Encoding: gzip\r\n")
+            reply.begin(content_type, extra=b"Content-Encoding: gzip\r\n")
             _send_compressed(file, reply)
-        elif found.st_size:
-            reply.begin(kind, length=found.st_size)
-            sent = reply.connection.sock.sendfile(file, count=found.st_size)
-            # If the file has shrunk, close the connection: fewer bytes were sent than announced.
-            reply.complete = sent == found.st_size
+        elif file_stat.st_size:
+            reply.begin(content_type, length=file_stat.st_size)
+            sent_bytes = reply.connection.sock.sendfile(file, count=file_stat.st_size)
+            # If the file shrank meanwhile, close the connection: fewer bytes were sent than announced.
+            reply.is_complete = sent_bytes == file_stat.st_size
         else:
-            # Files in /proc and /sys have content but no size.
-            reply.begin(kind)
-            piece = file.read(PIECE)
+            # Files in /proc and /sys have contents, but their size is 0.
+            reply.begin(content_type)
+            piece = file.read(PIECE_SIZE)
             while piece:
                 reply.write(piece)
-                piece = file.read(PIECE)
+                piece = file.read(PIECE_SIZE)
             reply.end()
 
 
@@ -62,10 +62,10 @@ def _send_compressed(file: IO[bytes], reply: Reply) -> None:
     import zlib
 
     compressor = zlib.compressobj(1, wbits=31)
-    piece = file.read(PIECE)
+    piece = file.read(PIECE_SIZE)
     while piece:
         reply.write(compressor.compress(piece))
-        piece = file.read(PIECE)
+        piece = file.read(PIECE_SIZE)
     reply.end(compressor.flush())
 
 
@@ -86,80 +86,90 @@ def _open_regular(path: str) -> int:
 
 
 def upload(request: Request, reply: Reply) -> None:
-    """``?path&username``, with raw bytes or multipart files → ``[{path, name, type, metadata?}]``.
+    """``?path&username``, with raw bytes or multipart files as the body → ``[{path, name, type, metadata?}]``.
 
-    Without ``path``, the filename of each multipart file is its path. ``X-Metadata-KEY`` headers set the metadata of
-    every file.
+    Without ``path``, the path of each multipart file is its filename. ``X-Metadata-KEY`` headers set the metadata of
+    all files.
     """
     query = request.query()
     user = _user_for(request, query)
-    given = {name[len(_METADATA) :]: value for name, value in request.headers.items() if name.startswith(_METADATA)}
-    kept = check_metadata(given)
+    headers = {
+        name[len(_METADATA_PREFIX) :]: value
+        for name, value in request.headers.items()
+        if name.startswith(_METADATA_PREFIX)
+    }
+    metadata = check_metadata(headers)
     content_type = request.headers.get("content-type", "")
     source: multipart.Source = request.body
     encoding = request.headers.get("content-encoding", "identity").lower()
     if encoding == "gzip":
-        source = _Gunzip(request.body)
+        source = _GzipReader(request.body)
     elif encoding != "identity":
-        raise Failure("unimplemented", f"Content-Encoding {encoding!r} is not supported: use gzip or none", 415)
+        raise Failure("unimplemented", f"Content-Encoding {encoding!r} is not supported: use gzip or identity", 415)
     if content_type.lower().startswith("multipart/form-data"):
-        parts = multipart.Parts(source, multipart.boundary(content_type))
-        written = _store_parts(user, query.get("path", ""), parts, kept)
+        parts = multipart.Parts(source, multipart.parse_boundary(content_type))
+        entries = _store_parts(user, query.get("path", ""), parts, metadata)
     else:
         if not query.get("path"):
-            raise invalid("the path parameter is missing")
-        written = [_store(user, user.path(query["path"]), iter(source.read, b""), kept)]
+            raise invalid("the parameter path is missing: set it to the path of the file")
+        entries = [_store(user, user.path(query["path"]), iter(source.read, b""), metadata)]
     # Read the rest of the body after the last boundary.
-    request.body.read_all(PIECE)
-    reply.json(written)
+    request.body.read_all(PIECE_SIZE)
+    reply.json(entries)
 
 
-def _store_parts(user: users.User, path: str, parts: multipart.Parts, kept: dict[str, str]) -> list[dict[str, Any]]:
-    written: list[dict[str, Any]] = []
+def _store_parts(user: users.User, path: str, parts: multipart.Parts, metadata: dict[str, str]) -> list[dict[str, Any]]:
+    entries: list[dict[str, Any]] = []
     for part in parts:
         if part.name != "file":
             for _ in part.pieces():
                 pass
             continue
-        if path and written:
-            raise invalid("several files but one path parameter: leave path out, and set each filename")
+        if path and entries:
+            raise invalid(
+                "the request has several files but only one path: remove path, and set the filename of each file"
+            )
         target = path or part.filename
         if not target:
-            raise invalid("a file without a filename needs the path parameter")
-        written.append(_store(user, user.path(target), part.pieces(), kept))
-    if not written:
-        raise invalid("the request has no part named 'file'")
-    return written
+            raise invalid("the file has no filename: set its filename or the parameter path")
+        entries.append(_store(user, user.path(target), part.pieces(), metadata))
+    if not entries:
+        raise invalid("the request has no part named 'file': send each file in such a part")
+    return entries
 
 
-def _store(user: users.User, path: str, pieces: Iterator[bytes], kept: dict[str, str]) -> dict[str, Any]:
-    """Write a file and create missing directories. An existing file keeps its mode, but not its metadata."""
+def _store(user: users.User, path: str, pieces: Iterator[bytes], metadata: dict[str, str]) -> dict[str, Any]:
+    """Write a file, and create missing directories. An existing file keeps its mode but not its metadata."""
     try:
         user.make_dirs(os.path.dirname(path))
         # O_NONBLOCK: opening a pipe would wait for a reader.
         fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_NONBLOCK, 0o666)
         with open(fd, "wb", buffering=0) as file:
-            found = os.fstat(fd)
-            if not stat.S_ISREG(found.st_mode):
+            file_stat = os.fstat(fd)
+            if not stat.S_ISREG(file_stat.st_mode):
                 raise _not_regular_error(path)
-            user.own(fd)
-            write_metadata(fd, path, kept)
-            if found.st_size:
+            user.take_ownership(fd)
+            write_metadata(fd, path, metadata)
+            if file_stat.st_size:
                 os.ftruncate(fd, 0)
             for piece in pieces:
                 view = memoryview(piece)
                 while view:
                     view = view[file.write(view) :]
-            kept = read_metadata(fd)
+            metadata = read_metadata(fd)
     except OSError as error:
         # ENXIO: a socket, or a pipe without a reader.
         if error.errno in (errno.EISDIR, errno.ENXIO):
             raise _not_regular_error(path) from None
         raise from_os_error(error, path) from None
-    about: dict[str, Any] = {"path": displayable(path), "name": displayable(os.path.basename(path)), "type": "file"}
-    if kept:
-        about["metadata"] = kept
-    return about
+    entry: dict[str, Any] = {
+        "path": make_displayable(path),
+        "name": make_displayable(os.path.basename(path)),
+        "type": "file",
+    }
+    if metadata:
+        entry["metadata"] = metadata
+    return entry
 
 
 def _not_regular_error(path: str) -> Failure:
@@ -171,24 +181,30 @@ def _user_for(request: Request, query: dict[str, str]) -> users.User:
     return users.find_user(name) if name else users.user_of(request)
 
 
-class _Gunzip:
-    """Decompresses a gzip body while reading it."""
+class _GzipReader:
+    """Decompresses a gzip body as it arrives."""
 
     def __init__(self, body: Body) -> None:
         import zlib
 
-        self._error = zlib.error
+        self._zlib_error = zlib.error
         self._body = body
-        self._inflate = zlib.decompressobj(31)
+        self._decompressor = zlib.decompressobj(31)
 
     def read(self) -> bytes:
         while True:
-            compressed = self._inflate.unconsumed_tail or self._body.read()
+            compressed = self._decompressor.unconsumed_tail or self._body.read()
             try:
-                data = self._inflate.decompress(compressed, 4 * PIECE) if compressed else self._inflate.flush()
-            except self._error as error:
-                raise invalid(f"the body is not gzip: {error}") from None
+                data = (
+                    self._decompressor.decompress(compressed, 4 * PIECE_SIZE)
+                    if compressed
+                    else self._decompressor.flush()
+                )
+            except self._zlib_error as error:
+                raise invalid(
+                    f"the body is not valid gzip data ({error}): send gzip data, or no Content-Encoding"
+                ) from None
             if data or not compressed:
-                if not compressed and not self._inflate.eof:
-                    raise invalid("the gzip body ends early")
+                if not compressed and not self._decompressor.eof:
+                    raise invalid("the gzip data in the body is truncated: send all of it")
                 return data

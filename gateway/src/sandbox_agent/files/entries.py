@@ -1,4 +1,4 @@
-"""Directory entries and file metadata, in envd's format."""
+"""Describe directory entries and file metadata in the format of envd."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import stat
 import time
 
 from sandbox_agent.failure import Failure, from_os_error, invalid
-from sandbox_agent.http.message import displayable
+from sandbox_agent.http.message import make_displayable
 from sandbox_agent.machine import users
 
 TYPE_CHECKING = False
@@ -16,16 +16,16 @@ if TYPE_CHECKING:
     from typing import Any
 
 _PREFIX = "user.e2b."
-"""Prefix of the extended attributes that hold metadata. It counts towards the kernel's limit for names."""
-_MAX_NAME = 255
-_MAX_BYTES = 4096
-"""Total bytes of names and values: more does not fit into an ext4 block."""
-_FULL = (errno.ENOSPC, errno.EDQUOT, errno.E2BIG)
+"""Prefix of the extended attributes that store metadata. It counts towards the kernel's limit for names."""
+_MAX_NAME_LENGTH = 255
+_MAX_METADATA_BYTES = 4096
+"""Maximum total size of names and values. More does not fit into an ext4 block."""
+_NO_SPACE_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.E2BIG)
 _TYPES = {stat.S_IFREG: "FILE_TYPE_FILE", stat.S_IFDIR: "FILE_TYPE_DIRECTORY", stat.S_IFLNK: "FILE_TYPE_SYMLINK"}
 
 
 class Owners:
-    """A cache of the names of users and groups."""
+    """A cache of user and group names."""
 
     def __init__(self) -> None:
         self._users: dict[int, str] = {}
@@ -43,92 +43,97 @@ class Owners:
 
 
 def describe_entry(path: str, owners: Owners | None = None) -> dict[str, Any]:
-    """Describe an entry in envd's format. ``type`` and ``mode`` of a symlink are those of its target.
+    """Return a directory entry in the format of envd. A symlink has the ``type`` and ``mode`` of its target.
 
-    The type of anything other than a file, directory or symlink is unspecified.
+    The type is unspecified if the entry is not a file, a directory or a symlink.
     """
     owners = owners or Owners()
-    found = os.lstat(path)
-    mode = found.st_mode
-    about: dict[str, Any] = {
-        "name": displayable(os.path.basename(path)) or "/",
-        "path": displayable(path),
-        "size": str(found.st_size),
+    file_stat = os.lstat(path)
+    mode = file_stat.st_mode
+    entry: dict[str, Any] = {
+        "name": make_displayable(os.path.basename(path)) or "/",
+        "path": make_displayable(path),
+        "size": str(file_stat.st_size),
         "permissions": stat.filemode(mode),
-        "owner": owners.user(found.st_uid),
-        "group": owners.group(found.st_gid),
-        "modifiedTime": _format_time(found.st_mtime_ns),
+        "owner": owners.user(file_stat.st_uid),
+        "group": owners.group(file_stat.st_gid),
+        "modifiedTime": _format_time(file_stat.st_mtime_ns),
     }
     if stat.S_ISLNK(mode):
-        about["symlinkTarget"] = displayable(os.path.realpath(path))
-        about["isSymlink"] = True
+        entry["symlinkTarget"] = make_displayable(os.path.realpath(path))
+        entry["isSymlink"] = True
         try:
             mode = os.stat(path).st_mode
         except OSError:
             pass
-    about["type"] = _TYPES.get(stat.S_IFMT(mode), "FILE_TYPE_UNSPECIFIED")
-    about["mode"] = stat.S_IMODE(mode)
-    kept = read_metadata(path)
-    if kept:
-        about["metadata"] = kept
-    return about
+    entry["type"] = _TYPES.get(stat.S_IFMT(mode), "FILE_TYPE_UNSPECIFIED")
+    entry["mode"] = stat.S_IMODE(mode)
+    metadata = read_metadata(path)
+    if metadata:
+        entry["metadata"] = metadata
+    return entry
 
 
 def _format_time(nanoseconds: int) -> str:
-    seconds, rest = divmod(nanoseconds, 1_000_000_000)
-    return time.strftime("%Y-%m-%dT%H:%M:%S", time.gmtime(seconds)) + f".{rest:09d}Z"
+    seconds, remainder = divmod(nanoseconds, 1_000_000_000)
+    return time.strftime("%Y-%m-%dT%H:%M:%S", time.gmtime(seconds)) + f".{remainder:09d}Z"
 
 
-# -- metadata: extended attributes, which Python has on Linux only ---------------------------------------------------
+# -- metadata, in extended attributes, which Python supports only on Linux -------------------------------------------
 
 
-def check_metadata(given: dict[str, str]) -> dict[str, str]:
-    """Return ``given`` with its keys in lower case. Raises Failure if a file cannot have such metadata."""
+def check_metadata(metadata: dict[str, str]) -> dict[str, str]:
+    """Return ``metadata`` with keys in lower case. Raises Failure if it cannot be stored."""
     size = 0
-    for key, value in given.items():
+    for key, value in metadata.items():
         if not key or not all(" " <= letter <= "~" for letter in key + value):
             raise invalid(f"metadata {key!r}: keys and values must be printable ASCII, and a key must not be empty")
-        if len(_PREFIX + key) > _MAX_NAME:
-            raise invalid(f"metadata {key!r}: a key can have at most {_MAX_NAME - len(_PREFIX)} characters")
+        if len(_PREFIX + key) > _MAX_NAME_LENGTH:
+            raise invalid(
+                f"metadata {key!r}: the key is too long: use at most {_MAX_NAME_LENGTH - len(_PREFIX)} characters"
+            )
         size += len(_PREFIX + key + value)
-    if size > _MAX_BYTES:
-        raise invalid(f"the metadata has {size} bytes: a file can have at most {_MAX_BYTES}")
-    return {key.lower(): value for key, value in given.items()}
+    if size > _MAX_METADATA_BYTES:
+        raise invalid(f"the metadata is {size} bytes long: use at most {_MAX_METADATA_BYTES} bytes for each file")
+    return {key.lower(): value for key, value in metadata.items()}
 
 
 def read_metadata(target: str | int) -> dict[str, str]:
-    """Return the metadata of a file (path or descriptor); empty if its file system has no extended attributes."""
-    found = {}
+    """Return the metadata of a file; empty if its file system has no extended attributes.
+
+    ``target``: the path or a descriptor of the file.
+    """
+    metadata = {}
     try:
         for name in os.listxattr(target):
             if name.startswith(_PREFIX):
                 # Programs in the sandbox can store arbitrary bytes.
-                found[displayable(name[len(_PREFIX) :])] = os.getxattr(target, name).decode("utf-8", "replace")
+                metadata[make_displayable(name[len(_PREFIX) :])] = os.getxattr(target, name).decode("utf-8", "replace")
     except (OSError, AttributeError):
         pass
-    return found
+    return metadata
 
 
-def write_metadata(fd: int, path: str, wanted: dict[str, str]) -> None:
+def write_metadata(fd: int, path: str, metadata: dict[str, str]) -> None:
     """Replace the metadata of a file. Raises Failure if its file system cannot store it."""
     try:
         for name in os.listxattr(fd):
-            if name.startswith(_PREFIX) and name[len(_PREFIX) :] not in wanted:
+            if name.startswith(_PREFIX) and name[len(_PREFIX) :] not in metadata:
                 os.removexattr(fd, name)
-        for key, value in wanted.items():
+        for key, value in metadata.items():
             os.setxattr(fd, _PREFIX + key, value.encode())
     except (OSError, AttributeError) as error:
         number = getattr(error, "errno", errno.ENOTSUP)
-        if number in _FULL:
+        if number in _NO_SPACE_ERRORS:
             raise Failure(
                 "resource_exhausted",
-                f"{displayable(path)} has no space left for metadata: use fewer or shorter entries",
+                f"there is no space left for the metadata of {make_displayable(path)}: use fewer or shorter entries",
                 507,
             ) from None
         if isinstance(error, OSError) and number not in (errno.ENOTSUP, errno.ENOSYS):
-            raise from_os_error(error, displayable(path)) from None
-        if wanted:
+            raise from_os_error(error, make_displayable(path)) from None
+        if metadata:
             raise Failure(
                 "unimplemented",
-                f"the file system of {displayable(path)} cannot store metadata: send the file without metadata",
+                f"the file system of {make_displayable(path)} cannot store metadata: send the file without metadata",
             ) from None

@@ -1,4 +1,4 @@
-"""``filesystem.Filesystem``: envd's service for directories and their entries."""
+"""``filesystem.Filesystem``, the service of envd for directories and their entries."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from itertools import islice
 
 from sandbox_agent.failure import Failure, from_os_error, invalid
 from sandbox_agent.files.entries import Owners, describe_entry
-from sandbox_agent.http.connect import streamed, unary
+from sandbox_agent.http.connect import streaming, unary
 from sandbox_agent.http.message import get_text
 from sandbox_agent.machine import users
 
@@ -33,10 +33,10 @@ def routes() -> dict[str, list[Route]]:
         "/filesystem.Filesystem/MakeDir": [unary(make_dir)],
         "/filesystem.Filesystem/Move": [unary(move)],
         "/filesystem.Filesystem/Remove": [unary(remove)],
-        "/filesystem.Filesystem/WatchDir": [streamed(lambda *given: _watchers().watch_dir(*given))],
-        "/filesystem.Filesystem/CreateWatcher": [unary(lambda *given: _watchers().create_watcher(*given))],
-        "/filesystem.Filesystem/GetWatcherEvents": [unary(lambda *given: _watchers().get_watcher_events(*given))],
-        "/filesystem.Filesystem/RemoveWatcher": [unary(lambda *given: _watchers().remove_watcher(*given))],
+        "/filesystem.Filesystem/WatchDir": [streaming(lambda *args: _watchers().watch_dir(*args))],
+        "/filesystem.Filesystem/CreateWatcher": [unary(lambda *args: _watchers().create_watcher(*args))],
+        "/filesystem.Filesystem/GetWatcherEvents": [unary(lambda *args: _watchers().get_watcher_events(*args))],
+        "/filesystem.Filesystem/RemoveWatcher": [unary(lambda *args: _watchers().remove_watcher(*args))],
     }
 
 
@@ -49,59 +49,59 @@ def _watchers() -> Watchers:
 
 def stat_entry(request: Request, message: dict[str, Any]) -> dict[str, Any]:
     """``{path}`` → ``{entry}``"""
-    return {"entry": describe_entry(_path(request, message, "path"))}
+    return {"entry": describe_entry(_resolve_path(request, message, "path"))}
 
 
 def list_dir(request: Request, message: dict[str, Any]) -> bytes:
-    """``{path, depth}`` → ``{entries}``, sorted by name, each directory before its entries; depth 0 means 1.
+    """``{path, depth}`` → ``{entries}``, sorted by name, with each directory before its entries. Depth 0 means 1.
 
-    A directory below ``path`` that cannot be read is listed without entries.
+    The entries of unreadable subdirectories are omitted.
     """
-    path = _path(request, message, "path")
+    path = _resolve_path(request, message, "path")
     depth = message.get("depth") or 1
     if isinstance(depth, bool) or not isinstance(depth, int) or depth < 1:
-        raise invalid("depth must be a whole number of at least 1")
+        raise invalid("the field depth must be a whole number of at least 1")
     if not stat.S_ISDIR(os.stat(path).st_mode):
         raise invalid(f"{path} is not a directory")
-    # Encode entries one by one: a hundred thousand dicts take more memory than a small sandbox has.
-    encoded = [json.dumps(about, separators=(",", ":")).encode() for about in _walk(path, depth)]
+    # Encode entries one by one, because 100,000 dicts take more memory than a small sandbox has.
+    encoded = [json.dumps(entry, separators=(",", ":")).encode() for entry in _walk(path, depth)]
     return b'{"entries":[%s]}' % b",".join(encoded)
 
 
 def _walk(top: str, depth: int) -> Iterator[dict[str, Any]]:
     owners = Owners()
-    room = MAX_ENTRIES
+    remaining = MAX_ENTRIES
 
-    def names(directory: str) -> list[str]:
-        nonlocal room
-        with os.scandir(directory) as found:
-            names = [item.name for item in islice(found, room + 1)]
-        room -= len(names)
-        if room < 0:
+    def read_names(directory: str) -> list[str]:
+        nonlocal remaining
+        with os.scandir(directory) as items:
+            names = [item.name for item in islice(items, remaining + 1)]
+        remaining -= len(names)
+        if remaining < 0:
             raise Failure("resource_exhausted", f"the listing has more than {MAX_ENTRIES} entries: use a smaller depth")
         return sorted(names, reverse=True)
 
-    # The remaining names of each open directory.
-    stack = [(top, names(top))]
+    # Each open directory, with the names that are still to be listed.
+    stack = [(top, read_names(top))]
     while stack:
-        directory, left = stack[-1]
-        if not left:
+        directory, pending = stack[-1]
+        if not pending:
             stack.pop()
             continue
-        child = os.path.join(directory, left.pop())
+        child = os.path.join(directory, pending.pop())
         try:
-            about = describe_entry(child, owners)
-            yield about
-            if len(stack) < depth and about["type"] == "FILE_TYPE_DIRECTORY" and "isSymlink" not in about:
-                stack.append((child, names(child)))
+            entry = describe_entry(child, owners)
+            yield entry
+            if len(stack) < depth and entry["type"] == "FILE_TYPE_DIRECTORY" and "isSymlink" not in entry:
+                stack.append((child, read_names(child)))
         except OSError:
             continue
 
 
 def make_dir(request: Request, message: dict[str, Any]) -> dict[str, Any]:
-    """``{path}`` → ``{entry}``. Creates missing parents. Fails with ``already_exists`` for an existing directory."""
+    """``{path}`` → ``{entry}``. Creates missing parents. Raises ``already_exists`` if the directory exists."""
     user = users.user_of(request)
-    path = _path(request, message, "path")
+    path = _resolve_path(request, message, "path")
     if os.path.isdir(path):
         raise Failure("already_exists", f"the directory {path} already exists")
     if os.path.lexists(path):
@@ -113,7 +113,7 @@ def make_dir(request: Request, message: dict[str, Any]) -> dict[str, Any]:
 def move(request: Request, message: dict[str, Any]) -> dict[str, Any]:
     """``{source, destination}`` → ``{entry}``. Replaces a file at the destination."""
     user = users.user_of(request)
-    source, destination = _path(request, message, "source"), _path(request, message, "destination")
+    source, destination = _resolve_path(request, message, "source"), _resolve_path(request, message, "destination")
     os.lstat(source)
     user.make_dirs(os.path.dirname(destination))
     try:
@@ -128,8 +128,8 @@ def move(request: Request, message: dict[str, Any]) -> dict[str, Any]:
 
 
 def remove(request: Request, message: dict[str, Any]) -> dict[str, Any]:
-    """``{path}`` → ``{}``. Removes a directory with its contents. A missing path is not an error."""
-    path = _path(request, message, "path")
+    """``{path}`` → ``{}``. Removes directories with their contents. A missing path is not an error."""
+    path = _resolve_path(request, message, "path")
     if not message.get("path"):
         raise invalid("the field path is missing or empty: set it to the path to remove")
     try:
@@ -142,11 +142,13 @@ def remove(request: Request, message: dict[str, Any]) -> dict[str, Any]:
         try:
             shutil.rmtree(path)
         except RecursionError:
-            raise Failure("resource_exhausted", f"the directories in {path} are nested too deeply: use rm -r") from None
+            raise Failure(
+                "resource_exhausted", f"the directories in {path} are nested too deeply to remove: use rm -r"
+            ) from None
     else:
         os.unlink(path)
     return {}
 
 
-def _path(request: Request, message: dict[str, Any], key: str) -> str:
+def _resolve_path(request: Request, message: dict[str, Any], key: str) -> str:
     return users.user_of(request).path(get_text(message, key))

@@ -1,4 +1,4 @@
-"""Watch a directory by scanning it periodically, on systems and file systems without notifications."""
+"""Watch a directory by scanning it periodically, for systems and file systems without notifications."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ TYPE_CHECKING = False
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    Seen = dict[str, os.stat_result]
+    Entries = dict[str, os.stat_result]
 
 SCAN_SECONDS = 1.0
 """Minimum number of seconds between two scans."""
@@ -22,7 +22,7 @@ MAX_ENTRIES = 10_000
 
 
 class Tree:
-    """Like ``inotify.Tree``, but misses files that exist only between two scans, and merges repeated changes."""
+    """A watch like ``inotify.Tree``. It misses files that exist only between two scans, and merges repeated changes."""
 
     fd = -1
 
@@ -30,23 +30,23 @@ class Tree:
         self._path = path
         self._recursive = recursive
         self.ended = False
-        self._known: Seen = {}
+        self._entries: Entries = {}
         try:
             self._root = os.stat(path)
             os.scandir(path).close()
         except OSError as error:
             raise from_os_error(error, path) from None
-        self._known = self._scan()
+        self._entries = self._scan()
 
-    def due(self) -> float | None:
-        return max(0.0, self._next - time.monotonic())
+    def seconds_until_due(self) -> float | None:
+        return max(0.0, self._next_scan_at - time.monotonic())
 
     def close(self) -> None:
-        self._known = {}
+        self._entries = {}
 
     def read(self) -> Iterator[tuple[str, str]]:
         """Yield the changes since the last scan, if the next scan is due."""
-        if self.due():
+        if self.seconds_until_due():
             return
         try:
             root = os.stat(self._path)
@@ -58,83 +58,86 @@ class Tree:
             return
         if _permissions(root) != _permissions(self._root):
             yield "CHMOD", "."
-        before, now = self._known, self._scan()
-        self._root, self._known = root, now
-        yield from _differences(before, now)
+        before, after = self._entries, self._scan()
+        self._root, self._entries = root, after
+        yield from _compare(before, after)
 
-    def _scan(self) -> Seen:
-        started = time.monotonic()
-        seen: Seen = {}
+    def _scan(self) -> Entries:
+        start_time = time.monotonic()
+        entries: Entries = {}
         stack = [""]
         while stack:
-            here = stack.pop()
+            directory = stack.pop()
             try:
-                with os.scandir(os.path.join(self._path, here)) as found:
-                    for item in found:
-                        self._add_item(item, here, seen, stack)
+                with os.scandir(os.path.join(self._path, directory)) as items:
+                    for item in items:
+                        self._add_item(item, directory, entries, stack)
             except (FileNotFoundError, NotADirectoryError):
                 continue
             except OSError:
                 # The directory cannot be read now, but its entries may still exist.
-                below = f"{here}/" if here else ""
-                seen.update({name: found for name, found in self._known.items() if name.startswith(below)})
+                prefix = f"{directory}/" if directory else ""
+                entries.update({name: entry for name, entry in self._entries.items() if name.startswith(prefix)})
         now = time.monotonic()
-        self._next = now + max(SCAN_SECONDS, _REST_FACTOR * (now - started))
-        return seen
+        self._next_scan_at = now + max(SCAN_SECONDS, _REST_FACTOR * (now - start_time))
+        return entries
 
-    def _add_item(self, item: os.DirEntry[str], here: str, seen: Seen, stack: list[str]) -> None:
-        name = f"{here}/{item.name}" if here else item.name
+    def _add_item(self, item: os.DirEntry[str], directory: str, entries: Entries, stack: list[str]) -> None:
+        name = f"{directory}/{item.name}" if directory else item.name
         try:
-            seen[name] = found = item.stat(follow_symlinks=False)
+            entries[name] = item_stat = item.stat(follow_symlinks=False)
         except OSError:
             return
-        if len(seen) > MAX_ENTRIES:
+        if len(entries) > MAX_ENTRIES:
             raise Failure(
                 "resource_exhausted",
                 f"{self._path} contains more than {MAX_ENTRIES} entries, too many to scan periodically: "
                 "watch only a part of them",
             )
-        if self._recursive and stat.S_ISDIR(found.st_mode):
+        if self._recursive and stat.S_ISDIR(item_stat.st_mode):
             stack.append(name)
 
 
-def _differences(before: Seen, now: Seen) -> Iterator[tuple[str, str]]:
-    gone = sorted((name for name in before if name not in now), reverse=True)
-    come = sorted(name for name in now if name not in before)
+def _compare(before: Entries, after: Entries) -> Iterator[tuple[str, str]]:
+    """Yield the changes between two scans as (type, name)."""
+    removed = sorted((name for name in before if name not in after), reverse=True)
+    added = sorted(name for name in after if name not in before)
     # A new file can reuse the inode number of a deleted one, but has another modification time.
-    places = {(*_identity(now[name]), now[name].st_mtime_ns): name for name in come}
-    keys = {name: (*_identity(before[name]), before[name].st_mtime_ns) for name in gone}
-    moved = {name: places[key] for name, key in keys.items() if key in places}
-    for name in gone:
-        # Entries move with their directory.
+    names_by_key = {(*_identity(after[name]), after[name].st_mtime_ns): name for name in added}
+    keys = {name: (*_identity(before[name]), before[name].st_mtime_ns) for name in removed}
+    moved = {name: names_by_key[key] for name, key in keys.items() if key in names_by_key}
+    for name in removed:
+        # The entries of a moved directory are not reported.
         if os.path.dirname(name) not in moved:
             yield "RENAME" if name in moved else "REMOVE", name
-    arrived = set(moved.values())
-    for name in come:
+    destinations = set(moved.values())
+    for name in added:
         yield "CREATE", name
-        if name not in arrived and stat.S_ISREG(now[name].st_mode) and now[name].st_size:
+        if name not in destinations and stat.S_ISREG(after[name].st_mode) and after[name].st_size:
             yield "WRITE", name
-    for name, found in sorted(now.items()):
+    for name, current in sorted(after.items()):
         if name not in before:
             continue
-        known = before[name]
-        if not _is_same_file(found, known):
+        previous = before[name]
+        if not _is_same_file(current, previous):
             yield "CREATE", name
             continue
-        written = (found.st_mtime_ns, found.st_size) != (known.st_mtime_ns, known.st_size)
-        if written and stat.S_ISREG(found.st_mode):
+        is_modified = (current.st_mtime_ns, current.st_size) != (previous.st_mtime_ns, previous.st_size)
+        if is_modified and stat.S_ISREG(current.st_mode):
             yield "WRITE", name
-        if _permissions(found) != _permissions(known) or (found.st_ctime_ns != known.st_ctime_ns and not written):
+        if _permissions(current) != _permissions(previous) or (
+            current.st_ctime_ns != previous.st_ctime_ns and not is_modified
+        ):
             yield "CHMOD", name
 
 
-def _is_same_file(one: os.stat_result, other: os.stat_result) -> bool:
-    return _identity(one) == _identity(other)
+def _is_same_file(first: os.stat_result, second: os.stat_result) -> bool:
+    return _identity(first) == _identity(second)
 
 
-def _identity(found: os.stat_result) -> tuple[int, int, int]:
-    return found.st_dev, found.st_ino, stat.S_IFMT(found.st_mode)
+def _identity(file_stat: os.stat_result) -> tuple[int, int, int]:
+    return file_stat.st_dev, file_stat.st_ino, stat.S_IFMT(file_stat.st_mode)
 
 
-def _permissions(found: os.stat_result) -> tuple[int, int, int]:
-    return stat.S_IMODE(found.st_mode), found.st_uid, found.st_gid
+def _permissions(file_stat: os.stat_result) -> tuple[int, int, int]:
+    return stat.S_IMODE(file_stat.st_mode), file_stat.st_uid, file_stat.st_gid

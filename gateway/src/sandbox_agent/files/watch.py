@@ -1,7 +1,7 @@
-"""Watch directories: a stream of events, or a watcher that clients poll.
+"""Watch directories. Clients either receive a stream of events or poll a watcher.
 
-On Linux the agent uses inotify. Elsewhere, and on network file systems, where inotify misses changes by other
-machines, it scans periodically, which detects fewer changes: see scan.py.
+On Linux, the agent uses inotify. On other systems, and on network file systems, where inotify misses the changes of
+other machines, the agent scans periodically, which detects fewer changes (see scan.py).
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ import time
 
 from sandbox_agent.failure import Failure, invalid
 from sandbox_agent.files import entries, inotify, scan
-from sandbox_agent.http.connect import Stream, frame
-from sandbox_agent.http.message import displayable, get_text
+from sandbox_agent.http.connect import Stream, encode_frame
+from sandbox_agent.http.message import get_text, make_displayable
 from sandbox_agent.machine import users
 
 TYPE_CHECKING = False
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
         fd: int
         ended: bool
 
-        def due(self) -> float | None: ...
+        def seconds_until_due(self) -> float | None: ...
 
         def read(self) -> Iterator[tuple[str, str]]: ...
 
@@ -38,32 +38,32 @@ if TYPE_CHECKING:
 
 
 MAX_WATCHES = 32
-"""Maximum number of directories watched at once, streams and watchers together."""
-MAX_WAITING = 2 << 20
-"""Bytes of events that a watcher keeps until its client fetches them."""
-FORGET_SECONDS = 1800.0
-"""A watcher is removed if no client polls it for this long."""
-NETWORK = {0x6969, 0x517B, 0xFF534D42, 0xFE534D42}
-"""File system numbers of NFS, SMB, CIFS and SMB2. Not FUSE: inotify reports its local changes."""
-_PIECE = 64 << 10
-_KEEPALIVE = frame(b'{"keepalive":{}}')
+"""Maximum total number of streams and watchers."""
+MAX_PENDING_BYTES = 2 << 20
+"""Maximum size of the events that a watcher keeps until its client fetches them."""
+EXPIRY_SECONDS = 1800.0
+"""How long a watcher is kept if no client polls it."""
+NETWORK_FILE_SYSTEMS = {0x6969, 0x517B, 0xFF534D42, 0xFE534D42}
+"""The magic numbers of NFS, SMB, CIFS and SMB2. FUSE is omitted, because inotify reports its local changes."""
+_PIECE_SIZE = 64 << 10
+_KEEPALIVE = encode_frame(b'{"keepalive":{}}')
 
 
 class Watch:
-    """A watched directory, with the options of a request."""
+    """A watch of a directory, with the options of a request."""
 
     def __init__(self, request: Request, message: dict[str, Any]) -> None:
         """``{path, recursive?, includeEntry?, allowNetworkMounts?}``"""
         self._path = users.user_of(request).path(get_text(message, "path"))
         self._recursive = message.get("recursive") is True
-        self._entries = message.get("includeEntry") is True
+        self._include_entry = message.get("includeEntry") is True
         os.stat(self._path)
         if not os.path.isdir(self._path):
             raise invalid(f"{self._path} is not a directory")
         self._uses_inotify = inotify.AVAILABLE and not _is_on_network(self._path)
         if inotify.AVAILABLE and not self._uses_inotify and message.get("allowNetworkMounts") is not True:
             raise invalid(
-                f"{self._path} is on a network file system, where changes are found late or not at all: "
+                f"{self._path} is on a network file system, where changes are detected late or never: "
                 "set allowNetworkMounts to watch it anyway"
             )
         self._source = self._open()
@@ -78,7 +78,7 @@ class Watch:
         return scan.Tree(self._path, recursive=self._recursive)
 
     def reopen(self) -> None:
-        """Start watching again from the current state."""
+        """Restart the watch from the current state."""
         self._source.close()
         self._source = self._open()
 
@@ -90,23 +90,26 @@ class Watch:
         return self._source.ended
 
     def wait(self, seconds: float, other: int, events: int) -> tuple[bool, bool]:
-        """Wait; return whether there may be something to read, and whether ``other`` is ready for ``events``."""
+        """Wait for changes, for at most ``seconds`` or until the descriptor ``other`` is ready for ``events``.
+
+        Returns whether there may be changes to read, and whether ``other`` is ready.
+        """
         poll = select.poll()
         poll.register(other, events)
-        due = self._source.due()
-        if due is None:
+        delay = self._source.seconds_until_due()
+        if delay is None:
             poll.register(self._source.fd, select.POLLIN)
         else:
-            seconds = min(seconds, due)
+            seconds = min(seconds, delay)
         ready = {fd for fd, _ in poll.poll(max(0.0, seconds) * 1000 + 1)}
-        return self._source.fd in ready or self._source.due() == 0, other in ready
+        return self._source.fd in ready or self._source.seconds_until_due() == 0, other in ready
 
     def read(self) -> Iterator[bytes]:
-        """Yield events in envd's JSON, without immediate repetitions."""
+        """Yield events as JSON in the format of envd, without immediate repetitions."""
         last = b""
         for kind, name in self._source.read():
-            event: dict[str, Any] = {"name": displayable(name), "type": f"EVENT_TYPE_{kind}"}
-            if self._entries:
+            event: dict[str, Any] = {"name": make_displayable(name), "type": f"EVENT_TYPE_{kind}"}
+            if self._include_entry:
                 try:
                     event["entry"] = entries.describe_entry(os.path.normpath(os.path.join(self._path, name)))
                 except OSError:
@@ -119,60 +122,60 @@ class Watch:
 
 def _is_on_network(path: str) -> bool:
     # The first member of struct statfs is the type; the buffer is larger than the struct.
-    found = ctypes.create_string_buffer(1024)
-    if ctypes.CDLL(None, use_errno=True).statfs(os.fsencode(path), found) != 0:
+    buffer = ctypes.create_string_buffer(1024)
+    if ctypes.CDLL(None, use_errno=True).statfs(os.fsencode(path), buffer) != 0:
         raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()), path)
-    return ctypes.c_long.from_buffer(found).value & 0xFFFFFFFF in NETWORK
+    return ctypes.c_long.from_buffer(buffer).value & 0xFFFFFFFF in NETWORK_FILE_SYSTEMS
 
 
 class Watcher:
-    """A watch that keeps its events until a client asks for them."""
+    """A watch that keeps its events until a client fetches them."""
 
     def __init__(self, watch: Watch) -> None:
         self._watch = watch
         self._lock = threading.Lock()
         self._events: list[bytes] = []
         self._size = 0
-        self._lost = False
+        self._has_lost_events = False
         self._failure: Failure | None = None
-        self._asked_at = time.monotonic()
+        self._polled_at = time.monotonic()
         try:
-            self._stopped, self._stop = os.pipe()
+            self._stop_reader, self._stop_writer = os.pipe()
         except OSError:
             watch.close()
             raise
 
     def run(self) -> None:
-        """Collect events until the watcher is stopped, or no client has polled it for ``FORGET_SECONDS``."""
+        """Collect events until the watcher is stopped, or no client has polled it for ``EXPIRY_SECONDS``."""
         try:
             while True:
-                left = FORGET_SECONDS - (time.monotonic() - self._asked_at)
-                if left <= 0:
+                remaining = EXPIRY_SECONDS - (time.monotonic() - self._polled_at)
+                if remaining <= 0:
                     return
                 if self._failure or self._watch.ended:
                     self._watch.close()
-                    ready, stopped = False, _is_readable(self._stopped, left)
+                    ready, stopped = False, _is_readable(self._stop_reader, remaining)
                 else:
-                    ready, stopped = self._watch.wait(left, self._stopped, select.POLLIN)
+                    ready, stopped = self._watch.wait(remaining, self._stop_reader, select.POLLIN)
                 if stopped:
                     return
                 if ready:
                     self._collect()
         finally:
             self._watch.close()
-            os.close(self._stopped)
+            os.close(self._stop_reader)
 
     def _collect(self) -> None:
         try:
             for event in self._watch.read():
-                self._put(event)
+                self._append_event(event)
         except Failure as failure:
-            self._fail(failure)
+            self._handle_failure(failure)
         except Exception as error:
-            self._fail(Failure("internal", f"watching failed: {error}"))
+            self._handle_failure(Failure("internal", f"watching failed: {error}"))
 
-    def _fail(self, failure: Failure) -> None:
-        """Restart the watch if events were lost; keep any other failure for the client."""
+    def _handle_failure(self, failure: Failure) -> None:
+        """Restart the watch if events were lost. Keep any other failure for the client."""
         try:
             if failure.code == "data_loss":
                 self._watch.reopen()
@@ -184,29 +187,29 @@ class Watcher:
         with self._lock:
             self._failure = failure
 
-    def _put(self, event: bytes) -> None:
+    def _append_event(self, event: bytes) -> None:
         with self._lock:
-            if self._size + len(event) > MAX_WAITING:
+            if self._size + len(event) > MAX_PENDING_BYTES:
                 self._drop_events()
-            if not self._lost:
+            if not self._has_lost_events:
                 self._events.append(event)
                 self._size += len(event)
 
     def _drop_events(self) -> None:
-        self._lost = True
+        self._has_lost_events = True
         self._events = []
         self._size = 0
 
     def take(self) -> list[bytes]:
-        """Return the events since the last call. If events were lost, raises Failure once and then continues."""
+        """Return the events since the previous call. Raises Failure once if events were lost."""
         with self._lock:
-            self._asked_at = time.monotonic()
-            if self._lost:
-                self._lost = False
+            self._polled_at = time.monotonic()
+            if self._has_lost_events:
+                self._has_lost_events = False
                 raise Failure(
                     "data_loss",
-                    "too many changes happened since the last call and were lost: list the directory again; "
-                    "later changes are reported",
+                    "too many changes happened since the last call, and their events were lost: list the directory "
+                    "again; later changes will be reported",
                 )
             events, self._events, self._size = self._events, [], 0
             if not events and self._failure:
@@ -214,12 +217,12 @@ class Watcher:
             return events
 
     def stop(self) -> None:
-        """Make ``run`` return. Call it once."""
-        os.close(self._stop)
+        """Make ``run`` return. It must be called only once."""
+        os.close(self._stop_writer)
 
 
 class Watchers:
-    """All streams and watchers."""
+    """All streams and watchers of the agent."""
 
     def __init__(self) -> None:
         self._slots = threading.BoundedSemaphore(MAX_WATCHES)
@@ -236,35 +239,36 @@ class Watchers:
     def watch_dir(self, request: Request, stream: Stream) -> None:
         """``{path, recursive?, includeEntry?, allowNetworkMounts?}`` → start, events, keepalives.
 
-        The stream ends normally when the directory is removed, and with an error at the deadline or if events are lost.
+        The stream ends without an error when the directory is removed, and with an error at the deadline or if events
+        are lost.
         """
         message = stream.receive_only()
         self._reserve()
         try:
             watch = Watch(request, message)
             try:
-                stream.send(frame(b'{"start":{}}'))
-                self._report(watch, stream)
+                stream.send(encode_frame(b'{"start":{}}'))
+                self._forward_events(watch, stream)
             finally:
                 watch.close()
         finally:
             self._slots.release()
 
-    def _report(self, watch: Watch, stream: Stream) -> None:
-        silent_until = time.monotonic() + stream.keepalive
+    def _forward_events(self, watch: Watch, stream: Stream) -> None:
+        next_keepalive_at = time.monotonic() + stream.keepalive
         while not watch.ended:
             now = time.monotonic()
             if stream.deadline is not None and now >= stream.deadline:
                 raise Failure("deadline_exceeded", "the request's deadline passed")
-            if now >= silent_until:
+            if now >= next_keepalive_at:
                 stream.send(_KEEPALIVE)
-                silent_until = now + stream.keepalive
-            until = silent_until if stream.deadline is None else min(silent_until, stream.deadline)
-            ready, gone = watch.wait(until - now, stream.fileno(), Stream.GONE)
-            if gone:
+                next_keepalive_at = now + stream.keepalive
+            wake_at = next_keepalive_at if stream.deadline is None else min(next_keepalive_at, stream.deadline)
+            ready, hung_up = watch.wait(wake_at - now, stream.fileno(), Stream.HANGUP_EVENTS)
+            if hung_up:
                 stream.abandon()
             if ready and _send(watch, stream):
-                silent_until = time.monotonic() + stream.keepalive
+                next_keepalive_at = time.monotonic() + stream.keepalive
         stream.end()
 
     def create_watcher(self, request: Request, message: dict[str, Any]) -> dict[str, Any]:
@@ -275,44 +279,44 @@ class Watchers:
         except BaseException:
             self._slots.release()
             raise
-        identity = "w" + os.urandom(8).hex()
+        watcher_id = "w" + os.urandom(8).hex()
         with self._lock:
-            self._watchers[identity] = watcher
+            self._watchers[watcher_id] = watcher
         try:
-            threading.Thread(target=self._run, args=(identity, watcher), daemon=True).start()
+            threading.Thread(target=self._run, args=(watcher_id, watcher), daemon=True).start()
         except RuntimeError:
-            # Clean up as if the watcher had been removed immediately.
-            self.remove_watcher(request, {"watcherId": identity})
-            self._run(identity, watcher)
+            # Clean up as if a client had removed the watcher.
+            self.remove_watcher(request, {"watcherId": watcher_id})
+            self._run(watcher_id, watcher)
             raise Failure("resource_exhausted", "the agent cannot start another thread: try again later") from None
-        return {"watcherId": identity}
+        return {"watcherId": watcher_id}
 
-    def _run(self, identity: str, watcher: Watcher) -> None:
+    def _run(self, watcher_id: str, watcher: Watcher) -> None:
         try:
             watcher.run()
         finally:
             with self._lock:
                 # Otherwise the request that removed the watcher stops it.
-                if self._watchers.pop(identity, None):
+                if self._watchers.pop(watcher_id, None):
                     watcher.stop()
             self._slots.release()
 
     def get_watcher_events(self, request: Request, message: dict[str, Any]) -> bytes:
-        """``{watcherId}`` → ``{events}`` since the last call."""
-        identity = get_text(message, "watcherId")
+        """``{watcherId}`` → ``{events}`` since the previous call."""
+        watcher_id = get_text(message, "watcherId")
         with self._lock:
-            watcher = self._watchers.get(identity)
+            watcher = self._watchers.get(watcher_id)
         if watcher is None:
-            raise _not_found_error(identity)
+            raise _not_found_error(watcher_id)
         return b'{"events":[%s]}' % b",".join(watcher.take())
 
     def remove_watcher(self, request: Request, message: dict[str, Any]) -> dict[str, Any]:
         """``{watcherId}`` → ``{}``"""
-        identity = get_text(message, "watcherId")
+        watcher_id = get_text(message, "watcherId")
         with self._lock:
-            watcher = self._watchers.pop(identity, None)
+            watcher = self._watchers.pop(watcher_id, None)
         if watcher is None:
-            raise _not_found_error(identity)
+            raise _not_found_error(watcher_id)
         watcher.stop()
         return {}
 
@@ -321,20 +325,21 @@ WATCHERS = Watchers()
 
 
 def _send(watch: Watch, stream: Stream) -> bool:
-    """Send the events; False if there were none. Events found before a failure are also sent."""
+    """Send the events, even those before a failure. Returns whether there were any."""
     frames: list[bytes] = []
-    size = sent = 0
+    size = 0
+    has_sent = False
     try:
         for event in watch.read():
-            frames.append(frame(b'{"filesystem":%s}' % event))
+            frames.append(encode_frame(b'{"filesystem":%s}' % event))
             size += len(event)
-            if size > _PIECE:
+            if size > _PIECE_SIZE:
                 stream.send(b"".join(frames))
-                frames, size, sent = [], 0, 1
+                frames, size, has_sent = [], 0, True
     finally:
         if frames:
             stream.send(b"".join(frames))
-    return bool(sent or size)
+    return has_sent or size > 0
 
 
 def _is_readable(fd: int, seconds: float) -> bool:
@@ -343,8 +348,9 @@ def _is_readable(fd: int, seconds: float) -> bool:
     return bool(poll.poll(seconds * 1000 + 1))
 
 
-def _not_found_error(identity: str) -> Failure:
-    minutes = FORGET_SECONDS / 60
+def _not_found_error(watcher_id: str) -> Failure:
+    minutes = EXPIRY_SECONDS / 60
     return Failure(
-        "not_found", f"watcher {identity!r} not found: it was removed, or no client asked for {minutes:.0f} minutes"
+        "not_found",
+        f"watcher {watcher_id!r} not found: it was removed, or no client polled it for {minutes:.0f} minutes",
     )

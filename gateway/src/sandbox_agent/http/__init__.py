@@ -1,1 +1,1 @@
-"""HTTP and envd's Connect protocol: connections, requests, replies. Independent of the sandbox."""
+"""HTTP and the Connect protocol of envd. This package does not depend on the sandbox."""

@@ -1,7 +1,8 @@
 """The Connect protocol with the JSON codec: https://connectrpc.com/docs/protocol
 
-A unary call is one JSON object each way. A streaming call is a sequence of frames: a byte of flags, a big-endian
-32-bit length, JSON. The last frame of an answer has flag 2 and reports the error, if any.
+The request and the response of a unary call are JSON objects. Those of a streaming call are sequences of frames. A
+frame consists of a byte of flags, a big-endian 32-bit length, and JSON. The last frame of a response has flag 2 and
+contains the error, if any.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ import time
 
 from sandbox_agent.failure import Failure, from_os_error, invalid
 from sandbox_agent.http.server import Route
-from sandbox_agent.http.wire import MAX_JSON, Gone, parse_object
+from sandbox_agent.http.wire import MAX_JSON, ConnectionLost, parse_object
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -24,30 +25,30 @@ if TYPE_CHECKING:
 
 KEEPALIVE_SECONDS = 50.0
 _FRAME = struct.Struct(">BI")
-_COMPRESSED, _LAST = 1, 2
+_COMPRESSED, _END_OF_STREAM = 1, 2
 
 
 def unary(call: Callable[[Request, dict[str, Any]], dict[str, Any] | bytes]) -> Route:
-    """Return a route that answers with the JSON object that ``call`` returns, as a dict or already encoded."""
+    """Return a route that responds with the JSON object that ``call`` returns, either a dict or encoded JSON."""
 
     def handler(request: Request, reply: Reply) -> None:
         if request.headers.get("content-type", "application/json").partition(";")[0].strip() != "application/json":
-            raise Failure("unimplemented", "this call takes Content-Type application/json", 415)
-        answer = call(request, request.json())
-        if isinstance(answer, bytes):
-            reply.send(200, answer, b"application/json")
+            raise Failure("unimplemented", "this call requires Content-Type application/json", 415)
+        response = call(request, request.json())
+        if isinstance(response, bytes):
+            reply.send(200, response, b"application/json")
         else:
-            reply.json(answer)
+            reply.json(response)
 
-    return Route(handler, named=True)
+    return Route(handler, connect_errors=True)
 
 
-def streamed(call: Callable[[Request, Stream], None]) -> Route:
-    """Return a route on which ``call`` receives and sends frames; the last frame reports its Failure."""
+def streaming(call: Callable[[Request, Stream], None]) -> Route:
+    """Return a route whose ``call`` receives and sends frames. The last frame contains the Failure that it raises."""
 
     def handler(request: Request, reply: Reply) -> None:
         if request.headers.get("content-type", "").partition(";")[0].strip() != "application/connect+json":
-            raise Failure("unimplemented", "this call takes Content-Type application/connect+json", 415)
+            raise Failure("unimplemented", "this call requires Content-Type application/connect+json", 415)
         stream = Stream(request, reply)
         try:
             call(request, stream)
@@ -56,22 +57,22 @@ def streamed(call: Callable[[Request, Stream], None]) -> Route:
         except OSError as error:
             stream.end(from_os_error(error))
 
-    return Route(handler, named=True)
+    return Route(handler, connect_errors=True)
 
 
-def frame(data: bytes, flags: int = 0) -> bytes:
+def encode_frame(data: bytes, flags: int = 0) -> bytes:
     return _FRAME.pack(flags, len(data)) + data
 
 
 class Stream:
     """Receives and sends the frames of one call.
 
-    ``deadline``: a time on the monotonic clock, or None; ``keepalive``: the longest silence in seconds that the
-    client accepts.
+    ``deadline``: a time on the monotonic clock, or None; ``keepalive``: the longest silence that the client accepts, in
+    seconds.
     """
 
-    GONE = getattr(select, "POLLRDHUP", select.POLLHUP)
-    """Poll events that report a client's hang-up. On systems without one, the next write fails."""
+    HANGUP_EVENTS = getattr(select, "POLLRDHUP", select.POLLHUP)
+    """The poll event for a client that hangs up. If the system has no such event, the next write fails instead."""
 
     def __init__(self, request: Request, reply: Reply) -> None:
         self._body = request.body
@@ -89,62 +90,62 @@ class Stream:
         return self._reply.connection.sock.fileno()
 
     def abandon(self) -> None:
-        """End the call without an answer, because the client is gone."""
-        raise Gone
+        """End the call without a response, because the client has hung up."""
+        raise ConnectionLost
 
     def allow_silence(self, seconds: float) -> None:
-        """Set for how many seconds the client may neither send nor read before it counts as gone."""
+        """Set for how many seconds the client may neither send nor read before the connection is closed."""
         self._reply.connection.sock.settimeout(seconds)
 
     def receive(self) -> dict[str, Any] | None:
-        """Return the object in the next frame; None at the end of the request."""
+        """Return the JSON object in the next frame; None at the end of the request."""
         head = _read_exactly(self._body, _FRAME.size)
         if not head:
             return None
         flags, size = _FRAME.unpack(head)
         if size > MAX_JSON:
-            raise Failure("resource_exhausted", f"a message is larger than {MAX_JSON} bytes")
+            raise Failure("resource_exhausted", f"a message is larger than {MAX_JSON} bytes: send smaller messages")
         data = _read_exactly(self._body, size)
         if flags & _COMPRESSED:
             raise Failure("unimplemented", "compressed messages are not supported: send them uncompressed")
-        return None if flags & _LAST else parse_object(data)
+        return None if flags & _END_OF_STREAM else parse_object(data)
 
     def receive_only(self) -> dict[str, Any]:
         """Return the only message of the request."""
         message = self.receive()
         if message is None:
-            raise invalid("the request body has no message: send one frame with a JSON object")
+            raise invalid("the request body is empty: send one frame with a JSON object")
         self._body.read_all(1024)
         return message
 
     def send(self, frames: bytes) -> None:
-        """Send encoded frames; see ``frame``."""
-        if self._reply.begun:
+        """Send frames that ``encode_frame`` returned."""
+        if self._reply.has_begun:
             self._reply.write(frames)
         else:
             self._reply.begin(b"application/connect+json", frames)
 
     def end(self, failure: Failure | None = None, before: bytes = b"") -> None:
-        """Send the last frame, together with the frames ``before`` it in one write."""
+        """Send the encoded frames ``before`` and the last frame in a single write."""
         data = b"{}"
         if failure is not None:
             data = json.dumps({"error": {"code": failure.code, "message": failure.message}}).encode()
-        if not self._reply.begun:
+        if not self._reply.has_begun:
             self._reply.begin(b"application/connect+json")
-        self._reply.end(before + frame(data, _LAST))
+        self._reply.end(before + encode_frame(data, _END_OF_STREAM))
 
 
 def _read_exactly(body: Body, size: int) -> bytes:
-    """Read ``size`` bytes; b"" if the body has ended. Raises Failure if it ends before that many."""
+    """Read ``size`` bytes; b"" if the body has already ended. Raises Failure if the body ends earlier."""
     data = body.read(size)
     if len(data) == size or not data:
         return data
     pieces = [data]
-    left = size - len(data)
-    while left:
-        data = body.read(left)
+    remaining = size - len(data)
+    while remaining:
+        data = body.read(remaining)
         if not data:
             raise invalid("the request body ends in the middle of a message")
         pieces.append(data)
-        left -= len(data)
+        remaining -= len(data)
     return b"".join(pieces)

@@ -1,4 +1,4 @@
-"""Read values from JSON messages. Each ``get_…`` raises Failure ``invalid_argument`` for a value of the wrong kind."""
+"""Read values from JSON messages. Each ``get_…`` raises Failure ``invalid_argument`` for an invalid value."""
 
 from __future__ import annotations
 
@@ -27,13 +27,13 @@ def get_text(message: dict[str, Any], key: str) -> str:
     return value
 
 
-def get_number(message: dict[str, Any], key: str, *, default: float, most: float) -> float:
-    """Return a number above 0 and up to ``most``."""
+def get_number(message: dict[str, Any], key: str, *, default: float, maximum: float) -> float:
+    """Return a number greater than 0 and at most ``maximum``; ``default`` if absent."""
     value = message.get(key)
     if value is None:
         return default
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value <= most:
-        raise invalid(f"the field {key} must be a number above 0 and at most {most:.0f}")
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value <= maximum:
+        raise invalid(f"the field {key} must be a number greater than 0 and at most {maximum:.0f}")
     return float(value)
 
 
@@ -66,6 +66,6 @@ def get_variables(message: dict[str, Any], key: str) -> dict[str, str]:
     return value
 
 
-def displayable(text: str) -> str:
-    """Replace bytes that are not UTF-8 with U+FFFD: one such name would make the whole answer invalid."""
+def make_displayable(text: str) -> str:
+    """Replace bytes that are not UTF-8 with U+FFFD, because one such byte would make the whole response invalid."""
     return os.fsencode(text).decode("utf-8", "replace")

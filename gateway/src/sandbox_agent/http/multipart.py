@@ -1,6 +1,7 @@
-"""Parse multipart/form-data piece by piece.
+"""Parse multipart/form-data as it arrives.
 
-The standard library does not help: ``email`` holds the whole body in memory, and newer versions of Python lack ``cgi``.
+The standard library offers no alternative: ``email`` holds the whole body in memory, and newer Python versions lack
+``cgi``.
 """
 
 from __future__ import annotations
@@ -14,27 +15,27 @@ if TYPE_CHECKING:
 
     class Source(Protocol):
         def read(self) -> bytes:
-            """Read some bytes; b"" at the end."""
+            """Return some bytes; b"" at the end."""
 
 
 _MAX_HEAD = 16 << 10
 
 
-def boundary(content_type: str) -> bytes:
-    value = parameters(content_type).get("boundary", "")
+def parse_boundary(content_type: str) -> bytes:
+    value = parse_parameters(content_type).get("boundary", "")
     if not 1 <= len(value) <= 200:
         raise invalid("the Content-Type multipart/form-data has no boundary parameter")
     return value.encode("latin-1")
 
 
 class Parts:
-    """The parts of a body. Read each part to its end (``pieces``) before the next."""
+    """The parts of a body. Read all ``pieces`` of a part before you request the next part."""
 
-    def __init__(self, source: Source, mark: bytes) -> None:
+    def __init__(self, source: Source, boundary: bytes) -> None:
         self._source = source
-        self._mark = b"\r\n--" + mark
+        self._delimiter = b"\r\n--" + boundary
         # Pretend that a line ended before the first boundary, so that all boundaries look the same.
-        self._ahead = b"\r\n"
+        self._buffer = b"\r\n"
 
     def __iter__(self) -> Iterator[Part]:
         for _ in self.pieces():
@@ -44,50 +45,50 @@ class Parts:
             if end == b"--":
                 return
             if end != b"\r\n":
-                raise invalid("the multipart body is malformed after a boundary")
-            yield Part(self, self._head())
+                raise invalid("the multipart body is malformed: a boundary must be followed by CRLF or --")
+            yield Part(self, self._read_head())
 
     def _read_more(self) -> None:
         data = self._source.read()
         if not data:
-            raise invalid("the multipart body ends before its last boundary")
-        self._ahead += data
+            raise invalid("the multipart body ends before its last boundary: send the complete body")
+        self._buffer += data
 
     def _take(self, size: int) -> bytes:
-        while len(self._ahead) < size:
+        while len(self._buffer) < size:
             self._read_more()
-        data, self._ahead = self._ahead[:size], self._ahead[size:]
+        data, self._buffer = self._buffer[:size], self._buffer[size:]
         return data
 
-    def _head(self) -> bytes:
-        """Read the header lines of a part, without the blank line that ends them."""
-        data = b"\r\n" + self._ahead
+    def _read_head(self) -> bytes:
+        """Return the header lines of a part, without the blank line at their end."""
+        data = b"\r\n" + self._buffer
         while b"\r\n\r\n" not in data:
             if len(data) > _MAX_HEAD:
-                raise invalid("the headers of a multipart part are too long")
+                raise invalid(f"the headers of a multipart part are longer than {_MAX_HEAD} bytes: shorten them")
             self._read_more()
-            data = b"\r\n" + self._ahead
-        head, _, self._ahead = data.partition(b"\r\n\r\n")
+            data = b"\r\n" + self._buffer
+        head, _, self._buffer = data.partition(b"\r\n\r\n")
         return head
 
     def pieces(self) -> Iterator[bytes]:
         """Yield the bytes up to the next boundary."""
         while True:
-            end = self._ahead.find(self._mark)
+            end = self._buffer.find(self._delimiter)
             if end >= 0:
-                data, self._ahead = self._ahead[:end], self._ahead[end + len(self._mark) :]
+                data, self._buffer = self._buffer[:end], self._buffer[end + len(self._delimiter) :]
                 if data:
                     yield data
                 return
-            safe = len(self._ahead) - len(self._mark) + 1
-            if safe > 0:
-                data, self._ahead = self._ahead[:safe], self._ahead[safe:]
+            safe_size = len(self._buffer) - len(self._delimiter) + 1
+            if safe_size > 0:
+                data, self._buffer = self._buffer[:safe_size], self._buffer[safe_size:]
                 yield data
             self._read_more()
 
 
 class Part:
-    """A part, with the ``name`` and ``filename`` from its Content-Disposition; "" if absent."""
+    """A part, with the ``name`` and the ``filename`` from its Content-Disposition header; "" if absent."""
 
     def __init__(self, parts: Parts, head: bytes) -> None:
         self._parts = parts
@@ -95,21 +96,21 @@ class Part:
         for line in head.decode("utf-8", "surrogateescape").split("\r\n"):
             key, _, value = line.partition(":")
             if key.strip().lower() == "content-disposition":
-                found = parameters(value)
-                self.name = found.get("name", "")
-                self.filename = found.get("filename", "")
+                params = parse_parameters(value)
+                self.name = params.get("name", "")
+                self.filename = params.get("filename", "")
 
     def pieces(self) -> Iterator[bytes]:
         return self._parts.pieces()
 
 
-def parameters(value: str) -> dict[str, str]:
+def parse_parameters(value: str) -> dict[str, str]:
     """Parse the parameters of a header value such as ``x; name="a"; filename=b``."""
-    found = {}
+    params = {}
     rest = value.partition(";")[2]
     while rest:
-        key, equals, rest = rest.partition("=")
-        if not equals:
+        key, separator, rest = rest.partition("=")
+        if not separator:
             break
         rest = rest.lstrip()
         if rest.startswith('"'):
@@ -118,12 +119,12 @@ def parameters(value: str) -> dict[str, str]:
         else:
             text, _, rest = rest.partition(";")
             text = text.strip()
-        found[key.strip().lower()] = text
-    return found
+        params[key.strip().lower()] = text
+    return params
 
 
 def _unquote(text: str) -> tuple[str, str]:
-    """Return the content of a quoted string, and the rest of the text. Clients encode quotes in it as ``%22``."""
+    """Return the contents of a quoted string, and the rest of the text. Clients encode quotes as ``%22``."""
     content = []
     index = 0
     while index < len(text) and text[index] != '"':

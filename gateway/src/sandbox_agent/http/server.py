@@ -1,4 +1,4 @@
-"""The HTTP server: one thread per connection, a routing table, and error responses.
+"""An HTTP server with a thread for each connection.
 
 It does not use ``http.server``, which is slow to import and does not support chunked bodies.
 """
@@ -11,7 +11,7 @@ import threading
 import time
 
 from sandbox_agent.failure import Failure, from_os_error
-from sandbox_agent.http.wire import MAX_HEAD, Connection, Gone, Reply, Request
+from sandbox_agent.http.wire import MAX_HEAD, Connection, ConnectionLost, Reply, Request
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -21,29 +21,39 @@ if TYPE_CHECKING:
     Guard = Callable[[Request], None]
 
 IDLE_SECONDS = 75.0
-"""How long a connection may be silent: between requests, within a body, or with full buffers."""
+"""How long a connection may be silent between requests, within a body, or while its buffers are full."""
 MAX_CONNECTIONS = 512
-"""Maximum number of connections from other machines, and as many from this machine.
+"""Maximum number of connections from other machines, and separately from this machine.
 
-The separate limits prevent programs in the sandbox from locking the gateway out.
+The limits are separate so that programs in the sandbox cannot lock the gateway out.
 """
 
 
 class Route:
-    """A handler. ``guarded``: the server's guard checks requests first. ``named``: errors carry a Connect code."""
+    """A handler and its method.
 
-    def __init__(self, handler: Handler, *, method: str = "POST", guarded: bool = True, named: bool = False) -> None:
+    ``guarded``: the server's guard checks requests first; ``connect_errors``: errors carry a Connect code instead of an
+    HTTP status.
+    """
+
+    def __init__(
+        self, handler: Handler, *, method: str = "POST", guarded: bool = True, connect_errors: bool = False
+    ) -> None:
         self.handler = handler
         self.method = method
         self.guarded = guarded
-        self.named = named
+        self.connect_errors = connect_errors
 
 
 class Server:
-    """An HTTP server. ``routes``: by path; ``{}`` in a path matches any text, the request's ``parameter``."""
+    """An HTTP server.
+
+    ``routes``: the routes by path; ``{}`` in a path matches any text without a slash, which becomes the ``parameter``
+    of the request.
+    """
 
     def __init__(self, address: str, port: int, routes: dict[str, list[Route]], guard: Guard) -> None:
-        self._routes = {(path, route.method): route for path, some in routes.items() for route in some}
+        self._routes = {(path, route.method): route for path, path_routes in routes.items() for route in path_routes}
         self._paths = set(routes)
         self._prefixes = {path.partition("{}")[0] for path in routes if "{}" in path}
         self._guard = guard
@@ -58,7 +68,7 @@ class Server:
             try:
                 sock, address = self._listener.accept()
             except OSError as error:
-                # No descriptors left, or the peer hung up before it was accepted: keep serving.
+                # No descriptors are left, or the peer hung up before the accept: keep serving.
                 print(f"sandbox-agent: cannot accept a connection: {error}", file=sys.stderr)
                 time.sleep(0.05)
                 continue
@@ -86,39 +96,39 @@ class Server:
             connection = Connection(sock, peer[7:] if peer.startswith("::ffff:") else peer)
             while self._exchange(connection):
                 pass
-        except (Gone, OSError):
+        except (ConnectionLost, OSError):
             pass
         finally:
             sock.close()
             slots.release()
 
     def _exchange(self, connection: Connection) -> bool:
-        """Serve one request; False if the connection must be closed."""
+        """Serve one request. Returns False if the connection must be closed."""
         head = connection.take_until(b"\r\n\r\n", MAX_HEAD)
         request = Request(connection, head.lstrip(b"\r\n"))
         reply = Reply(connection, request)
-        route = self._routes.get((request.path, request.method)) or self._parameter_route(request)
+        route = self._routes.get((request.path, request.method)) or self._find_parameter_route(request)
         try:
-            self._answer(route, request, reply)
+            self._dispatch(route, request, reply)
         except Failure as failure:
             self._send_failure(failure, route, request, reply)
         if not request.body.finished:
             _linger(connection, request)
             return False
-        return request.keep and reply.complete
+        return request.keep_alive and reply.is_complete
 
-    def _parameter_route(self, request: Request) -> Route | None:
-        """Find the route for a path with a parameter; sets the request's ``parameter``."""
-        for start in self._prefixes:
-            parameter, slash, rest = request.path[len(start) :].partition("/")
-            if request.path.startswith(start) and parameter:
-                path = f"{start}{{}}{slash}{rest}"
+    def _find_parameter_route(self, request: Request) -> Route | None:
+        """Return the route for a path with a parameter, and set the ``parameter`` of the request."""
+        for prefix in self._prefixes:
+            parameter, slash, rest = request.path[len(prefix) :].partition("/")
+            if request.path.startswith(prefix) and parameter:
+                path = f"{prefix}{{}}{slash}{rest}"
                 if path in self._paths:
                     request.path, request.parameter = path, _unquote(parameter)
                     return self._routes.get((path, request.method))
         return None
 
-    def _answer(self, route: Route | None, request: Request, reply: Reply) -> None:
+    def _dispatch(self, route: Route | None, request: Request, reply: Reply) -> None:
         if route is None or route.guarded:
             self._guard(request)
         if route is None:
@@ -128,7 +138,7 @@ class Server:
             raise Failure("unimplemented", f"{request.path} not found", 404)
         try:
             route.handler(request, reply)
-        except (Failure, Gone):
+        except (Failure, ConnectionLost):
             raise
         except OSError as error:
             raise from_os_error(error) from None
@@ -139,11 +149,11 @@ class Server:
             raise Failure("internal", f"internal error in the agent: {type(error).__name__}: {error}") from None
 
     def _send_failure(self, failure: Failure, route: Route | None, request: Request, reply: Reply) -> None:
-        if reply.begun:
-            raise Gone
-        named = route.named if route else "." in request.path
-        request.keep = request.body.skip() and request.keep
-        code: object = failure.code if named else failure.status
+        if reply.has_begun:
+            raise ConnectionLost
+        connect_errors = route.connect_errors if route else "." in request.path
+        request.keep_alive = request.body.skip() and request.keep_alive
+        code: object = failure.code if connect_errors else failure.status
         reply.json({"code": code, "message": failure.message}, failure.status)
 
 
@@ -156,7 +166,7 @@ def _unquote(text: str) -> str:
 
 
 def _linger(connection: Connection, request: Request) -> None:
-    """Let the peer read the answer before the connection closes: closing with unread bytes would reset it."""
+    """Let the peer read the response before the connection closes, because unread bytes would reset the connection."""
     connection.sock.shutdown(socket.SHUT_WR)
     connection.sock.settimeout(2)
     request.body.discard(2)

@@ -1,7 +1,4 @@
-"""HTTP/1.1 on one connection: read requests and write answers, each in one write if possible.
-
-It does not use ``http.server``, which is slow to import and does not support chunked bodies.
-"""
+"""Read HTTP/1.1 requests from a connection and write responses, each in a single write if possible."""
 
 from __future__ import annotations
 
@@ -17,7 +14,7 @@ if TYPE_CHECKING:
 
 MAX_HEAD = 64 << 10
 MAX_JSON = 32 << 20
-PIECE = 64 << 10
+PIECE_SIZE = 64 << 10
 _MAX_DIGITS = 18
 
 REASONS = {
@@ -41,79 +38,79 @@ REASONS = {
 _OK_JSON = b"HTTP/1.1 200 OK\r\nContent-Type: application/json\r\nContent-Length: %d\r\n\r\n%s"
 
 
-class Gone(Exception):
-    """The peer closed the connection or does not speak HTTP, so no answer is possible."""
+class ConnectionLost(Exception):
+    """The peer closed the connection or does not speak HTTP, so the agent cannot respond."""
 
 
 class Connection:
-    """A socket, and the bytes that were read from it but not consumed yet."""
+    """A socket, with a ``buffer`` of bytes that were received but not consumed yet."""
 
     def __init__(self, sock: socket.socket, peer: str) -> None:
         self.sock = sock
         self.peer = peer
-        self.ahead = b""
+        self.buffer = b""
 
     def receive(self) -> bytes:
-        """Receive bytes from the peer. Raises Gone at the end of the stream."""
+        """Receive bytes from the peer. Raises ConnectionLost at the end of the stream."""
         try:
-            data = self.sock.recv(PIECE)
+            data = self.sock.recv(PIECE_SIZE)
         except OSError as error:
-            raise Gone from error
+            raise ConnectionLost from error
         if not data:
-            raise Gone
+            raise ConnectionLost
         return data
 
     def send(self, data: bytes) -> None:
         try:
             self.sock.sendall(data)
         except OSError as error:
-            raise Gone from error
+            raise ConnectionLost from error
 
-    def take(self, most: int) -> bytes:
-        """Return at least one and at most ``most`` bytes."""
-        data = self.ahead or self.receive()
-        self.ahead = data[most:]
-        return data[:most]
+    def take(self, limit: int) -> bytes:
+        """Return between one and ``limit`` bytes."""
+        data = self.buffer or self.receive()
+        self.buffer = data[limit:]
+        return data[:limit]
 
-    def take_until(self, mark: bytes, most: int) -> bytes:
-        """Return the bytes before ``mark``. Raises Gone if ``mark`` is not within the first ``most`` bytes."""
-        data = self.ahead
-        end = data.find(mark)
+    def take_until(self, delimiter: bytes, limit: int) -> bytes:
+        """Return the bytes before ``delimiter``. Raises ConnectionLost if there are more than ``limit`` bytes."""
+        data = self.buffer
+        end = data.find(delimiter)
         while end < 0:
-            if len(data) > most:
-                raise Gone
-            start = max(0, len(data) - len(mark))
+            if len(data) > limit:
+                raise ConnectionLost
+            start = max(0, len(data) - len(delimiter))
             data += self.receive()
-            end = data.find(mark, start)
-        if end > most:
-            raise Gone
-        self.ahead = data[end + len(mark) :]
+            end = data.find(delimiter, start)
+        if end > limit:
+            raise ConnectionLost
+        self.buffer = data[end + len(delimiter) :]
         return data[:end]
 
 
 class Body:
-    """The body of a request, read piece by piece. ``length`` None: chunked."""
+    """The body of a request, which callers read piece by piece. ``length``: None if the body is chunked."""
 
-    def __init__(self, connection: Connection, length: int | None, expects: bool) -> None:
+    def __init__(self, connection: Connection, length: int | None, expects_continue: bool) -> None:
         self._connection = connection
         self._chunked = length is None
-        self._left = length or 0
-        self._expects = expects
+        self._remaining = length or 0
+        self._expects_continue = expects_continue
         self.finished = length == 0
 
-    def read(self, most: int = PIECE) -> bytes:
-        """Read at most ``most`` bytes; b"" at the end."""
+    def read(self, limit: int = PIECE_SIZE) -> bytes:
+        """Return between one and ``limit`` bytes; b"" at the end."""
         if self.finished:
             return b""
-        if self._expects:
-            self._expects = False
+        if self._expects_continue:
+            self._expects_continue = False
             self._connection.send(b"HTTP/1.1 100 Continue\r\n\r\n")
-        if self._chunked and not self._left and not self._next_chunk():
+        if self._chunked and not self._remaining and not self._next_chunk():
             self.finished = True
             return b""
-        data = self._connection.take(min(most, self._left))
-        self._left -= len(data)
-        if not self._left:
+        data = self._connection.take(min(limit, self._remaining))
+        self._remaining -= len(data)
+        if not self._remaining:
             if self._chunked:
                 self._connection.take_until(b"\r\n", 2)
             else:
@@ -123,57 +120,65 @@ class Body:
     def _next_chunk(self) -> bool:
         line = self._connection.take_until(b"\r\n", 1024)
         try:
-            self._left = int(line.split(b";", 1)[0].strip(), 16)
+            self._remaining = int(line.split(b";", 1)[0].strip(), 16)
         except ValueError:
-            raise Gone from None
-        if self._left < 0:
-            raise Gone
-        while not self._left:
+            raise ConnectionLost from None
+        if self._remaining < 0:
+            raise ConnectionLost
+        while not self._remaining:
             if not self._connection.take_until(b"\r\n", MAX_HEAD):
                 return False
         return True
 
-    def read_all(self, cap: int = MAX_JSON) -> bytes:
-        if not self._chunked and self._left > cap:
-            raise Failure("resource_exhausted", f"the request body is larger than {cap} bytes", 413)
+    def read_all(self, limit: int = MAX_JSON) -> bytes:
+        if not self._chunked and self._remaining > limit:
+            raise _too_large_error(limit)
         pieces, size = [], 0
         while not self.finished:
             piece = self.read()
             pieces.append(piece)
             size += len(piece)
-            if size > cap:
-                raise Failure("resource_exhausted", f"the request body is larger than {cap} bytes", 413)
+            if size > limit:
+                raise _too_large_error(limit)
         return pieces[0] if len(pieces) == 1 else b"".join(pieces)
 
     def skip(self) -> bool:
-        """Read to the end if the rest is short and its length is known; False otherwise."""
+        """Read to the end and return True if the rest is short and its length is known; otherwise return False."""
         if self.finished:
             return True
-        if self._chunked or self._expects or self._left > PIECE:
+        if self._chunked or self._expects_continue or self._remaining > PIECE_SIZE:
             return False
         while not self.finished:
             self.read()
         return True
 
     def discard(self, seconds: float) -> None:
-        """Read to the end, for at most ``seconds``.
+        """Read and discard the rest, for at most ``seconds``.
 
-        Without this, a peer that still sends would get a reset instead of the answer.
+        Otherwise, a peer that is still sending would receive a reset instead of the response.
         """
-        until = time.monotonic() + seconds
-        while not self.finished and not self._expects and time.monotonic() < until:
+        deadline = time.monotonic() + seconds
+        while not self.finished and not self._expects_continue and time.monotonic() < deadline:
             self.read()
 
 
+def _too_large_error(limit: int) -> Failure:
+    message = f"the request body is larger than {limit} bytes: send a smaller body"
+    return Failure("resource_exhausted", message, 413)
+
+
 class Request:
-    """A request. ``headers``: by lower-case name; the last one wins. ``parameter``: see ``server.Server``."""
+    """A request.
+
+    ``headers``: by lower-case name, with the last value of a repeated header; ``parameter``: see ``server.Server``.
+    """
 
     def __init__(self, connection: Connection, head: bytes) -> None:
         lines = head.decode("latin-1").split("\r\n")
         try:
             self.method, target, version = lines[0].split(" ")
         except ValueError:
-            raise Gone from None
+            raise ConnectionLost from None
         headers = {}
         for line in lines[1:]:
             name, _, value = line.partition(":")
@@ -182,13 +187,13 @@ class Request:
         self.path, _, self._query = target.partition("?")
         self.parameter = ""
         self.peer = connection.peer
-        self.modern = version != "HTTP/1.0"
-        self.keep = self.modern and "close" not in headers.get("connection", "").lower()
-        expects = headers.get("expect", "").lower() == "100-continue"
-        self.body = Body(connection, _length(headers), expects)
+        self.accepts_chunked = version != "HTTP/1.0"
+        self.keep_alive = self.accepts_chunked and "close" not in headers.get("connection", "").lower()
+        expects_continue = headers.get("expect", "").lower() == "100-continue"
+        self.body = Body(connection, _parse_length(headers), expects_continue)
 
     def query(self) -> dict[str, str]:
-        """Return the query's parameters; of a repeated parameter, the last one wins."""
+        """Return the parameters of the query. If a parameter is repeated, the last value wins."""
         if not self._query:
             return {}
         from urllib.parse import parse_qsl
@@ -196,16 +201,16 @@ class Request:
         return dict(parse_qsl(self._query, keep_blank_values=True))
 
     def json(self) -> dict[str, Any]:
-        """Return the body as a JSON object; an empty body is an empty object."""
+        """Return the body as a JSON object; an empty object if the body is empty."""
         return parse_object(self.body.read_all())
 
 
-def _length(headers: dict[str, str]) -> int | None:
+def _parse_length(headers: dict[str, str]) -> int | None:
     if "chunked" in headers.get("transfer-encoding", "").lower():
         return None
     text = headers.get("content-length", "0")
     if not (text.isascii() and text.isdigit() and len(text) <= _MAX_DIGITS):
-        raise Gone
+        raise ConnectionLost
     return int(text)
 
 
@@ -215,73 +220,73 @@ def parse_object(data: bytes) -> dict[str, Any]:
     try:
         value = json.loads(data)
     except (ValueError, RecursionError) as error:
-        raise invalid(f"the request is not JSON: {error}") from None
+        raise invalid(f"the request body is not valid JSON: {error}") from None
     if not isinstance(value, dict):
-        raise invalid("the request must be a JSON object")
+        raise invalid("the request body must be a JSON object")
     return value
 
 
 class Reply:
-    """The answer to one request.
+    """The response to one request.
 
-    Call ``send`` or ``json`` once; or ``begin``, then ``write`` any number of times, then ``end``.
+    Call either ``send`` or ``json`` once, or ``begin``, ``write`` any number of times, and ``end``.
     """
 
     def __init__(self, connection: Connection, request: Request) -> None:
         self.connection = connection
         self._request = request
-        self.begun = False
-        self.complete = False
+        self.has_begun = False
+        self.is_complete = False
 
     def json(self, value: object, status: int = 200) -> None:
         body = json.dumps(value, separators=(",", ":")).encode()
-        if status == 200 and self._request.keep:
-            self.begun = True
+        if status == 200 and self._request.keep_alive:
+            self.has_begun = True
             self.connection.send(_OK_JSON % (len(body), body))
-            self.complete = True
+            self.is_complete = True
         else:
             self.send(status, body, b"application/json")
 
-    def send(self, status: int, body: bytes = b"", kind: bytes = b"", extra: bytes = b"") -> None:
-        head = self._head(status, kind, extra)
+    def send(self, status: int, body: bytes = b"", content_type: bytes = b"", extra: bytes = b"") -> None:
+        head = self._format_head(status, content_type, extra)
         if status != 204:
             head += b"Content-Length: %d\r\n" % len(body)
-        self.begun = True
+        self.has_begun = True
         self.connection.send(head + b"\r\n" + body)
-        self.complete = True
+        self.is_complete = True
 
-    def begin(self, kind: bytes, first: bytes = b"", *, length: int | None = None, extra: bytes = b"") -> None:
-        """Send the head and the first bytes of a streamed answer; it is chunked unless ``length`` is given."""
-        head = self._head(200, kind, extra)
-        self._chunked = length is None and self._request.modern
+    def begin(self, content_type: bytes, first: bytes = b"", *, length: int | None = None, extra: bytes = b"") -> None:
+        """Send the head and the first bytes of a streamed response, which is chunked unless ``length`` is set."""
+        head = self._format_head(200, content_type, extra)
+        self._chunked = length is None and self._request.accepts_chunked
         if length is not None:
             head += b"Content-Length: %d\r\n" % length
         elif self._chunked:
             head += b"Transfer-Encoding: chunked\r\n"
         else:
-            self._request.keep = False
-        self.begun = True
-        self.connection.send(head + b"\r\n" + self._framed(first))
+            self._request.keep_alive = False
+        self.has_begun = True
+        self.connection.send(head + b"\r\n" + self._encode_chunk(first))
 
     def write(self, data: bytes) -> None:
         if data:
-            self.connection.send(self._framed(data))
+            self.connection.send(self._encode_chunk(data))
 
     def end(self, last: bytes = b"") -> None:
-        data = self._framed(last) + (b"0\r\n\r\n" if self._chunked else b"")
+        data = self._encode_chunk(last) + (b"0\r\n\r\n" if self._chunked else b"")
         if data:
             self.connection.send(data)
-        self.complete = True
+        self.is_complete = True
 
-    def _framed(self, data: bytes) -> bytes:
+    def _encode_chunk(self, data: bytes) -> bytes:
         if not data or not self._chunked:
             return data
         return b"%x\r\n%s\r\n" % (len(data), data)
 
-    def _head(self, status: int, kind: bytes, extra: bytes) -> bytes:
+    def _format_head(self, status: int, content_type: bytes, extra: bytes) -> bytes:
         head = b"HTTP/1.1 %d %s\r\n" % (status, REASONS.get(status, b"Error"))
-        if kind:
-            head += b"Content-Type: " + kind + b"\r\n"
-        if not self._request.keep:
+        if content_type:
+            head += b"Content-Type: " + content_type + b"\r\n"
+        if not self._request.keep_alive:
             head += b"Connection: close\r\n"
         return head + extra

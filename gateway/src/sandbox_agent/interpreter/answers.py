@@ -1,4 +1,4 @@
-"""Destinations of a cell's events: a stream of lines or a single value."""
+"""Responses to the execution of a cell: a stream of its events, or only its value."""
 
 from __future__ import annotations
 
@@ -15,16 +15,19 @@ if TYPE_CHECKING:
     from sandbox_agent.http.wire import Connection, Reply
 
 _CONTENT_TYPE = b"application/x-ndjson"
-_PIECE = 256 << 10
+_PIECE_SIZE = 256 << 10
 _PEEK = socket.MSG_PEEK
 _encode = json.JSONEncoder(separators=(",", ":")).encode
-_TEXTS = frozenset(FIELDS.values()) - {"json"}
-_RESULT = frozenset({"type", "extra", "is_main_result", *FIELDS.values()})
-_ERROR = {"type", "name", "value", "traceback"}
+_TEXT_FIELDS = frozenset(FIELDS.values()) - {"json"}
+_RESULT_FIELDS = frozenset({"type", "extra", "is_main_result", *FIELDS.values()})
+_ERROR_FIELDS = {"type", "name", "value", "traceback"}
 
 
-class Answer:
-    """Discards all events. ``failed``: the cell raised an error; ``pending``: bytes ready to be sent."""
+class CellResponse:
+    """The base class, which discards all events.
+
+    ``failed``: whether the cell raised an error; ``pending``: the number of bytes that are ready to be sent.
+    """
 
     def __init__(self, connection: Connection | None = None) -> None:
         self.connection = connection
@@ -32,11 +35,11 @@ class Answer:
         self.pending = 0
 
     def client_descriptor(self) -> int:
-        """Return the descriptor of the waiting client; -1 if there is none."""
+        """Return the descriptor of the client's connection; -1 if there is no client."""
         return self.connection.sock.fileno() if self.connection else -1
 
     def is_client_gone(self) -> bool:
-        """Return whether the client has hung up. Call it when the client's descriptor is readable."""
+        """Return whether the client has hung up. The client's descriptor must be readable."""
         try:
             return self.connection is not None and not self.connection.sock.recv(1, _PEEK)
         except OSError:
@@ -45,43 +48,43 @@ class Answer:
     def begin_cell(self, count: int) -> None:
         """Handle the start of the kernel's ``count``-th cell."""
 
-    def text(self, stream: str, text: str) -> None:
+    def handle_text(self, stream: str, text: str) -> None:
         """Handle a piece of stdout or stderr."""
 
-    def event(self, line: bytes, too_late: str) -> bool:
-        """Handle a result or an error, as the kernel's JSON; False for anything else.
+    def handle_event(self, line: bytes, timeout_message: str) -> bool:
+        """Handle a result or an error, in the JSON of the kernel. Returns False if ``line`` is neither.
 
-        ``too_late``: the message of a TimeoutError, if the cell was interrupted because its time was up.
+        ``timeout_message``: the text of the TimeoutError if the cell exceeded its time limit, otherwise "".
         """
         event = _parse_event(line)
         if event is None:
             return False
         if event["type"] == "result":
-            self.result(line, event)
-        elif too_late:
-            self.error("TimeoutError", too_late, event["traceback"])
+            self.handle_result(line, event)
+        elif timeout_message:
+            self.handle_error("TimeoutError", timeout_message, event["traceback"])
         else:
-            self.error(event["name"], event["value"], event["traceback"])
+            self.handle_error(event["name"], event["value"], event["traceback"])
         return True
 
-    def result(self, line: bytes, event: dict[str, Any]) -> None:
-        """Handle a result; ``line`` is its JSON."""
+    def handle_result(self, line: bytes, event: dict[str, Any]) -> None:
+        """Handle a result. ``line``: its JSON."""
 
-    def error(self, name: str, value: str, traceback: str = "") -> None:
+    def handle_error(self, name: str, value: str, traceback: str = "") -> None:
         self.failed = True
 
     def begin(self) -> None:
-        """Send the head of the answer early, so that the client knows the cell is running."""
+        """Send the head of the response early, so that the client knows that the cell is running."""
 
     def flush(self) -> None:
-        """Send the pending bytes. Raises Gone."""
+        """Send the pending bytes. Raises ConnectionLost if the client hung up."""
 
     def end(self) -> None:
-        """Send the rest. Raises Gone."""
+        """Send the rest of the response. Raises ConnectionLost if the client hung up."""
 
 
-class LineAnswer(Answer):
-    """A line of JSON for each event, as ``Sandbox.run_code`` of E2B's clients reads it."""
+class LineResponse(CellResponse):
+    """Sends a line of JSON for each event, in the format of ``Sandbox.run_code`` in E2B's clients."""
 
     def __init__(self, reply: Reply) -> None:
         super().__init__(reply.connection)
@@ -91,14 +94,14 @@ class LineAnswer(Answer):
     def begin_cell(self, count: int) -> None:
         self._add_line(b'{"type":"number_of_executions","execution_count":%d}' % count)
 
-    def text(self, stream: str, text: str) -> None:
+    def handle_text(self, stream: str, text: str) -> None:
         self._add_event({"type": stream, "text": text, "timestamp": time.time_ns()})
 
-    def result(self, line: bytes, event: dict[str, Any]) -> None:
+    def handle_result(self, line: bytes, event: dict[str, Any]) -> None:
         self._add_line(line)
 
-    def error(self, name: str, value: str, traceback: str = "") -> None:
-        super().error(name, value)
+    def handle_error(self, name: str, value: str, traceback: str = "") -> None:
+        super().handle_error(name, value)
         self._add_event({"type": "error", "name": name, "value": value, "traceback": traceback})
 
     def begin(self) -> None:
@@ -106,15 +109,15 @@ class LineAnswer(Answer):
 
     def flush(self) -> None:
         data = self._take_pending()
-        if not self._reply.begun:
-            self._reply.begin(_CONTENT_TYPE, data[:_PIECE])
-            data = data[_PIECE:]
-        # In pieces: the timeout of a slow client applies to each.
-        for start in range(0, len(data), _PIECE):
-            self._reply.write(data[start : start + _PIECE])
+        if not self._reply.has_begun:
+            self._reply.begin(_CONTENT_TYPE, data[:_PIECE_SIZE])
+            data = data[_PIECE_SIZE:]
+        # Send pieces, because the timeout for slow clients applies to each write.
+        for start in range(0, len(data), _PIECE_SIZE):
+            self._reply.write(data[start : start + _PIECE_SIZE])
 
     def end(self) -> None:
-        if self._reply.begun or self.pending > _PIECE:
+        if self._reply.has_begun or self.pending > _PIECE_SIZE:
             self.flush()
             self._reply.end()
         else:
@@ -134,25 +137,25 @@ class LineAnswer(Answer):
         return data
 
 
-class ValueAnswer(Answer):
-    """The value of the cell, or its error, as text. Discards the cell's output."""
+class ValueResponse(CellResponse):
+    """Keeps the value or the error of the cell as text. Discards the output."""
 
     def __init__(self, connection: Connection) -> None:
         super().__init__(connection)
         self.value = "None"
         self.error_text = ""
 
-    def result(self, line: bytes, event: dict[str, Any]) -> None:
+    def handle_result(self, line: bytes, event: dict[str, Any]) -> None:
         if event["is_main_result"]:
             self.value = event.get("text", "")
 
-    def error(self, name: str, value: str, traceback: str = "") -> None:
-        super().error(name, value)
+    def handle_error(self, name: str, value: str, traceback: str = "") -> None:
+        super().handle_error(name, value)
         self.error_text = f"{name}: {value}" if value else name
 
 
 def _parse_event(line: bytes) -> dict[str, Any] | None:
-    """Parse a kernel's line; None if it is neither a result nor an error in the clients' format."""
+    """Parse a line from a kernel. Returns None if it is neither a valid result nor a valid error."""
     if not line.isascii() or b"\n" in line or b"\r" in line:
         return None
     try:
@@ -162,13 +165,13 @@ def _parse_event(line: bytes) -> dict[str, Any] | None:
     if not isinstance(event, dict):
         return None
     if event.get("type") == "error":
-        valid = set(event) == _ERROR and all(isinstance(value, str) for value in event.values())
+        valid = set(event) == _ERROR_FIELDS and all(isinstance(value, str) for value in event.values())
     else:
         valid = (
             event.get("type") == "result"
             and isinstance(event.get("is_main_result"), bool)
             and isinstance(event.get("extra", {}), dict)
-            and set(event) <= _RESULT
-            and all(isinstance(event[name], str) for name in _TEXTS & set(event))
+            and set(event) <= _RESULT_FIELDS
+            and all(isinstance(event[name], str) for name in _TEXT_FIELDS & set(event))
         )
     return event if valid else None

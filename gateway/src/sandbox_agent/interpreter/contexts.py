@@ -1,4 +1,4 @@
-"""Contexts of the code interpreter: a language, a directory, and a kernel that keeps variables between cells."""
+"""Contexts of the code interpreter. Each has a language, a directory, and a kernel that keeps its variables."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ import threading
 from collections import deque
 
 from sandbox_agent.failure import Failure, invalid
-from sandbox_agent.http.wire import Gone
-from sandbox_agent.interpreter.answers import Answer
+from sandbox_agent.http.wire import ConnectionLost
+from sandbox_agent.interpreter.answers import CellResponse
 from sandbox_agent.interpreter.idle import IdleReader
 from sandbox_agent.interpreter.kernel_process import Kernel, KernelEnded
 from sandbox_agent.interpreter.languages import LANGUAGES, Cell
@@ -19,15 +19,15 @@ TYPE_CHECKING = False
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-DEFAULTS = {"python": "default", "bash": "bash"}
-"""The default context of each language, created on demand."""
+DEFAULT_CONTEXTS = {"python": "default", "bash": "bash"}
+"""The id of the default context of each language, which is created on demand."""
 MAX_CONTEXTS = 64
-_HOME = "/home/user"
+_DEFAULT_DIRECTORY = "/home/user"
 _STARTUP_SECONDS = 60.0
 
 
 class Contexts:
-    """The table of contexts. ``environment``: called for each cell; returns the variables that all processes get."""
+    """All contexts. ``environment``: returns the variables of the sandbox, and is called for each cell."""
 
     def __init__(self, environment: Callable[[], dict[str, str]]) -> None:
         self._environment = environment
@@ -39,58 +39,59 @@ class Contexts:
         with self._lock:
             return list(self._contexts.values())
 
-    def make(self, language: str, cwd: str) -> Context:
-        """Create a context. Raises Failure for an unknown language, a missing directory or too many contexts."""
+    def create(self, language: str, cwd: str) -> Context:
+        """Create a context.
+
+        Raises Failure if the language is unknown, the directory does not exist, or there are too many contexts.
+        """
         language = _check_language(language or "python")
         user = users.find_user("")
         directory = user.path(cwd) if cwd else _default_directory(user)
         if not os.path.isdir(directory):
-            raise invalid(f"the working directory {directory} does not exist")
+            raise invalid(f"the working directory {directory} does not exist: create it first")
         return self._add(os.urandom(16).hex(), language, directory)
 
-    def find(self, name: str, language: str = "") -> Context:
-        """Find the context with the id ``name``, or the default context of ``language``."""
+    def find(self, context_id: str, language: str = "") -> Context:
+        """Return the context with the id ``context_id``, or for "" the default context of ``language``."""
         language = _check_language(language) if language else ""
-        name = name or DEFAULTS[language or "python"]
+        context_id = context_id or DEFAULT_CONTEXTS[language or "python"]
         with self._lock:
-            found = self._contexts.get(name)
-        if found is None:
-            owner = next((some for some, default in DEFAULTS.items() if default == name), "")
-            if not owner:
-                raise _not_found_error(name)
-            found = self._add(name, owner, _default_directory(users.find_user("")))
-        if language and found.language != language:
-            raise invalid(
-                f"the context {name} runs {found.language}, not {language}: send either the context or the language"
-            )
-        return found
-
-    def remove(self, name: str) -> None:
-        with self._lock:
-            context = self._contexts.pop(name, None)
+            context = self._contexts.get(context_id)
         if context is None:
-            raise _not_found_error(name)
+            default_language = next((key for key, value in DEFAULT_CONTEXTS.items() if value == context_id), "")
+            if not default_language:
+                raise _not_found_error(context_id)
+            context = self._add(context_id, default_language, _default_directory(users.find_user("")))
+        if language and context.language != language:
+            raise invalid(f"the context {context_id} runs {context.language}, not {language}: send only one of the two")
+        return context
+
+    def remove(self, context_id: str) -> None:
+        with self._lock:
+            context = self._contexts.pop(context_id, None)
+        if context is None:
+            raise _not_found_error(context_id)
         context.end()
 
-    def _add(self, name: str, language: str, cwd: str) -> Context:
+    def _add(self, context_id: str, language: str, cwd: str) -> Context:
         with self._lock:
-            if name not in self._contexts:
+            if context_id not in self._contexts:
                 if len(self._contexts) >= MAX_CONTEXTS:
                     raise Failure(
                         "resource_exhausted",
-                        f"there are {MAX_CONTEXTS} contexts already: remove one first",
+                        f"there are already {MAX_CONTEXTS} contexts: remove one first",
                     )
-                self._contexts[name] = Context(name, language, cwd, self._environment, self._idle)
-            return self._contexts[name]
+                self._contexts[context_id] = Context(context_id, language, cwd, self._environment, self._idle)
+            return self._contexts[context_id]
 
 
 class Context:
-    """A context, which runs cells one after another. The first cell starts the kernel."""
+    """A context, which runs one cell at a time. The first cell starts the kernel."""
 
     def __init__(
-        self, name: str, language: str, cwd: str, environment: Callable[[], dict[str, str]], idle: IdleReader
+        self, context_id: str, language: str, cwd: str, environment: Callable[[], dict[str, str]], idle: IdleReader
     ) -> None:
-        self.id = name
+        self.id = context_id
         self.language = language
         self.cwd = cwd
         self._environment = environment
@@ -103,36 +104,36 @@ class Context:
     def describe(self) -> dict[str, str]:
         return {"id": self.id, "language": self.language, "cwd": self.cwd}
 
-    def run(self, cell: Cell, answer: Answer, seconds: float | None = None) -> None:
-        """Run a cell when the earlier ones are done, for at most ``seconds``, and end the answer.
+    def run(self, cell: Cell, response: CellResponse, seconds: float | None = None) -> None:
+        """Run a cell after all earlier cells, for at most ``seconds``, and send the response.
 
-        Raises Failure if the cell did not run, Gone if the client hung up.
+        Raises Failure if the cell cannot run, and ConnectionLost if the client hangs up.
         """
         LANGUAGES[self.language]().check(cell)
-        with self._queue.turn(answer):
+        with self._queue.turn(response):
             kernel = self._ensure_kernel()
             kernel.count += 1
             cell.changes = kernel.update_environment(self._environment())
-            answer.begin_cell(kernel.count)
+            response.begin_cell(kernel.count)
             try:
-                kernel.run(cell, answer, seconds)
+                kernel.run(cell, response, seconds)
             except KernelEnded as end:
-                self._forget(kernel)
-                answer.error(end.name, end.value)
+                self._forget_kernel(kernel)
+                response.handle_error(end.name, end.value)
             try:
-                answer.end()
+                response.end()
             finally:
                 self._idle.watch(kernel)
 
     def start(self) -> None:
-        """Start the kernel, and run an empty cell so that everything is loaded."""
-        with self._queue.turn(Answer()):
+        """Start the kernel and run an empty cell, which loads everything that cells need."""
+        with self._queue.turn(CellResponse()):
             kernel = self._ensure_kernel()
             if not kernel.count:
                 self._run_quietly(kernel, Cell("", {}))
 
     def restart(self) -> None:
-        """Stop the kernel and the running cell. The next cell starts a new kernel."""
+        """Stop the kernel and its running cell. The next cell starts a new kernel."""
         self._retire_kernel("the context was restarted")
 
     def end(self) -> None:
@@ -146,13 +147,13 @@ class Context:
         if kernel is not None:
             kernel.retire(reason)
 
-    def _forget(self, kernel: Kernel) -> None:
+    def _forget_kernel(self, kernel: Kernel) -> None:
         with self._lock:
             if self._kernel is kernel:
                 self._kernel = None
 
     def _ensure_kernel(self) -> Kernel:
-        """Return the running kernel; starts one if there is none."""
+        """Return the running kernel. Start one if there is none."""
         with self._lock:
             if self._ended:
                 raise _not_found_error(self.id)
@@ -172,76 +173,76 @@ class Context:
 
     def _run_quietly(self, kernel: Kernel, cell: Cell) -> None:
         try:
-            kernel.run(cell, Answer(), _STARTUP_SECONDS)
+            kernel.run(cell, CellResponse(), _STARTUP_SECONDS)
         except KernelEnded as end:
-            self._forget(kernel)
+            self._forget_kernel(kernel)
             raise Failure("unavailable", f"the {self.language} kernel did not start: {end.value}") from None
         self._idle.watch(kernel)
 
 
 class Queue:
-    """A first-come, first-served queue. A client that hangs up leaves it."""
+    """A first-come, first-served queue of cells. A client that hangs up is removed from it."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._taken = False
-        self._waiting: deque[int] = deque()
+        self._is_busy = False
+        self._waiters: deque[int] = deque()
 
-    def turn(self, answer: Answer) -> _Turn:
-        return _Turn(self, answer)
+    def turn(self, response: CellResponse) -> _Turn:
+        return _Turn(self, response)
 
-    def enter(self, answer: Answer) -> None:
+    def enter(self, response: CellResponse) -> None:
         with self._lock:
-            if not self._taken:
-                self._taken = True
+            if not self._is_busy:
+                self._is_busy = True
                 return
             reader, writer = os.pipe()
-            self._waiting.append(writer)
+            self._waiters.append(writer)
         try:
-            if not _wait_for_turn(reader, answer):
+            if not _wait_for_turn(reader, response):
                 with self._lock:
-                    has_turn = writer not in self._waiting
+                    has_turn = writer not in self._waiters
                     if not has_turn:
-                        self._waiting.remove(writer)
+                        self._waiters.remove(writer)
                 if has_turn:
                     self.leave()
-                raise Gone
+                raise ConnectionLost
         finally:
             os.close(reader)
             os.close(writer)
 
     def leave(self) -> None:
         with self._lock:
-            if self._waiting:
-                os.write(self._waiting.popleft(), b".")
+            if self._waiters:
+                os.write(self._waiters.popleft(), b".")
             else:
-                self._taken = False
+                self._is_busy = False
 
 
 class _Turn:
-    def __init__(self, queue: Queue, answer: Answer) -> None:
+    def __init__(self, queue: Queue, response: CellResponse) -> None:
         self._queue = queue
-        self._answer = answer
+        self._response = response
 
     def __enter__(self) -> None:
-        self._queue.enter(self._answer)
+        self._queue.enter(self._response)
 
     def __exit__(self, *error: object) -> None:
         self._queue.leave()
 
 
-def _wait_for_turn(reader: int, answer: Answer) -> bool:
-    """Wait for this client's turn; False if the client hung up first."""
+def _wait_for_turn(reader: int, response: CellResponse) -> bool:
+    """Wait for the turn of this client. Returns False if the client hangs up first."""
     poll = select.poll()
     poll.register(reader, select.POLLIN)
-    client = answer.client_descriptor()
+    client = response.client_descriptor()
     if client >= 0:
         poll.register(client, select.POLLIN)
     while True:
         ready = [fd for fd, _ in poll.poll()]
         if reader in ready:
             return True
-        if answer.is_client_gone():
+        if response.is_client_gone():
             return False
         poll.unregister(client)  # the client has sent its next request
 
@@ -253,9 +254,9 @@ def _check_language(language: str) -> str:
     return language
 
 
-def _not_found_error(name: str) -> Failure:
-    return Failure("not_found", f"context {name} not found")
+def _not_found_error(context_id: str) -> Failure:
+    return Failure("not_found", f"context {context_id} not found")
 
 
 def _default_directory(user: users.User) -> str:
-    return next((path for path in (_HOME, user.home) if os.path.isdir(path)), "/")
+    return next((path for path in (_DEFAULT_DIRECTORY, user.home) if os.path.isdir(path)), "/")

@@ -1,7 +1,7 @@
-"""Discard the output of kernels between cells, for example from background threads and servers.
+"""Discard the output of kernels between cells, for example of background threads and servers.
 
-Otherwise the writers would block on a full pipe. A running cell reads its output itself: the cell's first output
-wakes this thread once, which then stops watching the pipe until ``watch`` is called again.
+Otherwise, a full pipe would block the writers. While a cell runs, its own thread reads the output. The first output of
+a cell wakes the IdleReader once, which then ignores the pipe until the next call of ``watch``.
 """
 
 from __future__ import annotations
@@ -19,24 +19,24 @@ class IdleReader:
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._kernels: dict[int, Kernel] = {}
-        self._new: list[int] = []
-        self._wake = -1
+        self._new_fds: list[int] = []
+        self._wake_fd = -1
 
     def watch(self, kernel: Kernel) -> None:
-        """Discard the kernel's output until its next cell. Ignores a kernel that has ended."""
+        """Discard the output of ``kernel`` until its next cell. Does nothing if the kernel has ended."""
         if kernel.closed:
             return
         with self._lock:
-            new = [fd for fd in kernel.outputs if self._kernels.get(fd) is not kernel]
-            if not new:
+            new_fds = [fd for fd in kernel.outputs if self._kernels.get(fd) is not kernel]
+            if not new_fds:
                 return
-            for fd in new:
+            for fd in new_fds:
                 self._kernels[fd] = kernel
-            self._new += new
-            if self._wake < 0:
-                reader, self._wake = os.pipe()
+            self._new_fds += new_fds
+            if self._wake_fd < 0:
+                reader, self._wake_fd = os.pipe()
                 threading.Thread(target=self._serve, args=(reader,), daemon=True).start()
-            os.write(self._wake, b".")
+            os.write(self._wake_fd, b".")
 
     def _serve(self, reader: int) -> None:
         poll = select.poll()
@@ -46,9 +46,9 @@ class IdleReader:
                 if fd == reader:
                     os.read(reader, 4096)
                     with self._lock:
-                        for new in self._new:
-                            poll.register(new, select.POLLIN)
-                        self._new = []
+                        for new_fd in self._new_fds:
+                            poll.register(new_fd, select.POLLIN)
+                        self._new_fds = []
                 else:
                     self._drain(fd, poll)
 

@@ -1,22 +1,22 @@
-"""The program of a Python context: runs cells in one namespace until the agent hangs up.
+"""The program of a Python context, which runs cells in one namespace until the agent hangs up.
 
-It runs on the sandbox's Python with all packages installed there, and does not interfere with the user's code: the
-agent's modules are not in its path, it does not load ``random`` (forks would share its state), and it does not depend
-on the sandbox's identity.
+It runs on the Python of the sandbox, with all packages installed there, and does not interfere with the user's code:
+the agent's modules are not in its path, it does not import ``random``, whose state forks would share, and it does not
+depend on the identity of the sandbox.
 
-Standard input is the channel to the agent; it is moved to another descriptor at once. The agent sends a frame for each
-cell, 32 bits of length and JSON: ``{code, count, changes, env, plain, sent, interrupts}``. ``sent`` is a time on the
-monotonic clock, ``interrupts`` the number of SIGINTs so far. An empty frame acknowledges the last event. The kernel
-sends frames that consist of a letter, 32 bits of length and content:
+Standard input is the channel to the agent; at the start, it is moved to another descriptor. For each cell, the agent
+sends a frame of a 32-bit length and JSON: ``{code, count, changes, env, plain, sent, interrupts}``. ``sent`` is a time
+on the monotonic clock, ``interrupts`` the number of SIGINTs so far. An empty frame acknowledges the last event. A frame
+from the kernel consists of a letter, a 32-bit length and the contents:
 
-    E   an event of the answer
+    E   an event of the response
     S   an event in the middle of a cell; the kernel waits for the empty frame, to keep prints and results in order
-    D   the cell is done; the content is its count
+    D   the cell has ended; the contents are its count
 
 Printed text goes to standard output and standard error, as with any program.
 
-Rich results follow Jupyter's display protocol (``_repr_html_`` and so on); open matplotlib figures are shown at the end
-of a cell. IPython magics, ``_ipython_display_``, and the ``chart`` and ``data`` of figures are not supported.
+Rich results follow Jupyter's display protocol (``_repr_html_`` and so on). Open matplotlib figures are displayed at the
+end of a cell. IPython magics, ``_ipython_display_``, and the ``chart`` and ``data`` of figures are not supported.
 """
 
 from __future__ import annotations
@@ -43,12 +43,12 @@ if TYPE_CHECKING:
     from typing import Any
 
 _MAX_TEXT = 1 << 20
-"""Maximum number of characters in an error's text, and in its traceback."""
-_CELLS = 1000
-"""Number of cells whose source is kept for tracebacks."""
-_LATE = 100
-"""Milliseconds to wait for an interrupt; after that, the user's own signal handler must have handled it."""
-_PIECE = 64 << 10
+"""Maximum number of characters in the text of an error, and in its traceback."""
+_MAX_CELLS = 1000
+"""Maximum number of cells whose source is kept for tracebacks."""
+_INTERRUPT_WAIT_MS = 100
+"""Milliseconds to wait for an interrupt. If none arrives, a signal handler of the user must have received it."""
+_PIECE_SIZE = 64 << 10
 _COROUTINE = 0x80
 _FEATURES = 0
 for _name in futures.all_feature_names:
@@ -61,15 +61,15 @@ _METHODS = {mime: f"_repr_{field}_" for mime, field in FIELDS.items() if field !
 class Kernel:
     def __init__(self, channel: int, namespace: dict[str, Any]) -> None:
         self._fd = channel
-        self._ahead = bytearray()
+        self._buffer = bytearray()
         self._namespace = namespace
         self._features = 0
         self._loop: Any = None
         self._lock = _thread.allocate_lock()
-        self._main = _thread.get_ident()
+        self._main_thread = _thread.get_ident()
         self._running = False
-        self._forked = False
-        # An interrupt may end the user's code while it runs or is about to run, but never the kernel's own code.
+        self._is_forked_child = False
+        # While armed, an interrupt ends the user's code. It must never end the kernel's own code.
         self._armed = False
         self._signals = 0
         self._signalled_at = 0.0
@@ -90,7 +90,7 @@ class Kernel:
 
     def _run_cell(self, request: dict[str, Any]) -> None:
         lines: list[bytes] = []
-        before = {name: os.environ.get(name) for name in request["env"]}
+        previous_env = {name: os.environ.get(name) for name in request["env"]}
         self._interrupted = False
         self._running = True
         try:
@@ -111,9 +111,9 @@ class Kernel:
         except BaseException as error:
             self._armed = False  # an interrupt may have arrived before the line above
             lines.append(_encode_event(_describe_error(error)))
-        if self._forked:
+        if self._is_forked_child:
             _exit_child(lines)
-        for name, value in before.items():
+        for name, value in previous_env.items():
             _set_variable(name, value)
         with self._lock:
             self._running = False
@@ -122,10 +122,10 @@ class Kernel:
             except OSError:
                 sys.exit(0)
 
-    def _await_interrupts(self, sent: int) -> None:
-        """Wait until all ``sent`` interrupts of earlier cells have arrived, so that none of them hits this cell."""
-        for _ in range(_LATE):
-            if self._signals - self._foreign_signals >= sent:
+    def _await_interrupts(self, count: int) -> None:
+        """Wait until all ``count`` interrupts of earlier cells have arrived, so that none interrupts this cell."""
+        for _ in range(_INTERRUPT_WAIT_MS):
+            if self._signals - self._foreign_signals >= count:
                 return
             time.sleep(0.001)
 
@@ -144,10 +144,10 @@ class Kernel:
                 _flush()
 
     def _evaluate(self, source: str, count: int) -> Any:
-        """Run the statements. Returns the value of the last one if it is an expression without a semicolon."""
+        """Run the statements. Returns the value of the last statement if it is an expression without a semicolon."""
         name = f"<cell {count}>"
         linecache.cache[name] = (len(source), None, source.splitlines(True), name)
-        linecache.cache.pop(f"<cell {count - _CELLS}>", None)
+        linecache.cache.pop(f"<cell {count - _MAX_CELLS}>", None)
         flags = ast.PyCF_ALLOW_TOP_LEVEL_AWAIT
         tree: Any = compile(source, name, "exec", flags | self._features | ast.PyCF_ONLY_AST, dont_inherit=True)
         last = None
@@ -163,9 +163,9 @@ class Kernel:
 
     def _execute(self, code: CodeType) -> Any:
         value = eval(code, self._namespace)
-        return self._await(value) if code.co_flags & _COROUTINE else value
+        return self._run_coroutine(value) if code.co_flags & _COROUTINE else value
 
-    def _await(self, coroutine: Any) -> Any:
+    def _run_coroutine(self, coroutine: Any) -> Any:
         import asyncio
 
         if self._loop is None or self._loop.is_closed():
@@ -182,18 +182,18 @@ class Kernel:
     # -- called by the user's code -----------------------------------------------------------------------------------
 
     def display(self, *values: Any, **options: Any) -> None:
-        """Show each value at this point of the answer. Ignores the options of IPython's ``display``."""
+        """Send each value as a result, at this point of the output. Ignores the options of IPython's ``display``."""
         for value in values:
             self._send_result({"type": "result", **describe_value(value), "is_main_result": False})
 
     def _send_result(self, event: dict[str, Any]) -> None:
-        if self._forked:
+        if self._is_forked_child:
             print(event.get("text", ""))
             return
         _flush()
         line = _encode_event(event)
-        ours = _thread.get_ident() == self._main
-        self._sending = self._sending or ours
+        is_main_thread = _thread.get_ident() == self._main_thread
+        self._sending = self._sending or is_main_thread
         try:
             with self._lock:
                 if self._running:
@@ -201,9 +201,9 @@ class Kernel:
                     if self._receive() is None:
                         os._exit(0)
         finally:
-            if ours:
+            if is_main_thread:
                 self._sending = False
-        if ours and self._interrupted:
+        if is_main_thread and self._interrupted:
             self._interrupted = False
             raise KeyboardInterrupt
 
@@ -216,8 +216,8 @@ class Kernel:
             raise KeyboardInterrupt
 
     def after_fork(self) -> None:
-        """Close the channel in a forked child, because it belongs to the parent."""
-        self._forked = True
+        """Close the channel in a forked child process, because it belongs to the parent."""
+        self._is_forked_child = True
         try:
             os.close(self._fd)
         except OSError:
@@ -226,21 +226,21 @@ class Kernel:
     # -- the channel -------------------------------------------------------------------------------------------------
 
     def _receive(self) -> bytes | None:
-        """Read the next frame; None if the agent hung up."""
+        """Return the contents of the next frame; None if the agent hung up."""
         head = self._receive_exactly(SIZE.size)
         return None if head is None else self._receive_exactly(SIZE.unpack(head)[0])
 
     def _receive_exactly(self, size: int) -> bytes | None:
-        while len(self._ahead) < size:
+        while len(self._buffer) < size:
             try:
-                piece = os.read(self._fd, max(_PIECE, size - len(self._ahead)))
+                piece = os.read(self._fd, max(_PIECE_SIZE, size - len(self._buffer)))
             except OSError:
                 return None
             if not piece:
                 return None
-            self._ahead += piece
-        data = bytes(self._ahead[:size])
-        del self._ahead[:size]
+            self._buffer += piece
+        data = bytes(self._buffer[:size])
+        del self._buffer[:size]
         return data
 
     def _send(self, *frames: tuple[bytes, bytes]) -> None:
@@ -250,33 +250,33 @@ class Kernel:
 
 
 def describe_value(value: Any) -> dict[str, Any]:
-    """Return the fields of a result for ``value``, following Jupyter's display protocol."""
-    found: dict[str, Any] = {}
+    """Return the fields of a result for ``value``, according to Jupyter's display protocol."""
+    contents: dict[str, Any] = {}
     kind = type(value)
     if not isinstance(value, type):
-        # Check the class: an object can pretend to have any attribute.
+        # Check the class, because an object can pretend to have any attribute.
         if hasattr(kind, "_repr_mimebundle_"):
-            found.update(_call_repr(value, "_repr_mimebundle_") or {})
+            contents.update(_call_repr(value, "_repr_mimebundle_") or {})
         for mime, method in _METHODS.items():
-            if mime not in found and hasattr(kind, method):
-                found[mime] = _call_repr(value, method)
-        if "image/png" not in found and _is_figure(value):
-            found["image/png"] = _render_png(value)
-    if not isinstance(found.get("text/plain"), str):
-        found["text/plain"] = repr(value)
+            if mime not in contents and hasattr(kind, method):
+                contents[mime] = _call_repr(value, method)
+        if "image/png" not in contents and _is_figure(value):
+            contents["image/png"] = _render_png(value)
+    if not isinstance(contents.get("text/plain"), str):
+        contents["text/plain"] = repr(value)
     fields: dict[str, Any] = {}
     extra: dict[str, Any] = {}
-    for mime, content in found.items():
-        shown = _encode_content(mime, content)
-        if shown is not None:
-            (fields if mime in FIELDS else extra)[FIELDS.get(mime, str(mime))] = shown
+    for mime, content in contents.items():
+        encoded = _encode_content(mime, content)
+        if encoded is not None:
+            (fields if mime in FIELDS else extra)[FIELDS.get(mime, str(mime))] = encoded
     if extra:
         fields["extra"] = extra
     return fields
 
 
 def _call_repr(value: Any, method: str) -> Any:
-    """Call a method of the protocol; None if it fails, because the text representation is always available."""
+    """Call a method of the protocol. Returns None if it fails, because the text is always available."""
     try:
         content = getattr(value, method)()
     except Exception:
@@ -326,14 +326,14 @@ def _show_figures(lines: list[bytes]) -> None:
 def _encode_event(event: dict[str, Any]) -> bytes:
     line = _encode(event).encode()
     if len(line) > MAX_SIZE:
-        text = f"(a result of {len(line)} bytes was left out: the limit is {MAX_SIZE})"
+        text = f"(a result of {len(line)} bytes was omitted: the limit is {MAX_SIZE} bytes)"
         event = {"type": event["type"], "text": text, "is_main_result": event["is_main_result"]}
         line = _encode(event).encode()
     return line
 
 
 def _describe_error(error: BaseException) -> dict[str, Any]:
-    """Return the event for an error. Its traceback begins and ends in the user's code."""
+    """Return the event for an error. The traceback begins and ends in the user's code."""
     try:
         value = str(error)
     except BaseException:
@@ -353,7 +353,7 @@ def _describe_error(error: BaseException) -> dict[str, Any]:
 
 def _trim_traceback(trace: TracebackType | None) -> TracebackType | None:
     """Remove the kernel's own frames from the beginning and the end of a traceback."""
-    ours = _trim_traceback.__code__.co_filename
+    own_file = _trim_traceback.__code__.co_filename
     frames = []
     while trace is not None:
         frames.append(trace)
@@ -361,8 +361,8 @@ def _trim_traceback(trace: TracebackType | None) -> TracebackType | None:
     names = [frame.tb_frame.f_code.co_filename for frame in frames]
     first = next((index for index, name in enumerate(names) if name.startswith("<cell ")), None)
     if first is None:
-        first = next((index for index, name in enumerate(names) if name != ours), len(names))
-    last = max((index for index, name in enumerate(names) if name != ours), default=-1)
+        first = next((index for index, name in enumerate(names) if name != own_file), len(names))
+    last = max((index for index, name in enumerate(names) if name != own_file), default=-1)
     if last < first:
         return None
     frames[last].tb_next = None
@@ -370,7 +370,7 @@ def _trim_traceback(trace: TracebackType | None) -> TracebackType | None:
 
 
 def _ends_with_semicolon(source: str, node: ast.stmt) -> bool:
-    """Return whether a semicolon follows. If so, the value is not shown, as in Jupyter."""
+    """Return whether a semicolon follows ``node``. If so, its value is not shown, as in Jupyter."""
     line = source.splitlines()[node.end_lineno - 1] if node.end_lineno else ""
     return line.encode(errors="replace")[node.end_col_offset or 0 :].lstrip().startswith(b";")
 
@@ -391,7 +391,7 @@ def _flush() -> None:
 
 
 def _exit_child(lines: list[bytes]) -> None:
-    """End a forked child at the end of the cell. Its error goes to standard error."""
+    """Exit a forked child process at the end of the cell, and print its error to standard error."""
     failed = False
     for line in lines:
         event = json.loads(line)
@@ -402,14 +402,14 @@ def _exit_child(lines: list[bytes]) -> None:
 
 
 def _refuse_input(prompt: object = "") -> str:
-    raise RuntimeError("input() is not available, because no one can answer: put the value into the code")
+    raise RuntimeError("input() is not available, because nobody can enter a value: put the value into the code")
 
 
 def main() -> None:
     channel = os.dup(0)  # child processes do not inherit it
-    nothing = os.open(os.devnull, os.O_RDONLY)
-    os.dup2(nothing, 0)
-    os.close(nothing)
+    null_fd = os.open(os.devnull, os.O_RDONLY)
+    os.dup2(null_fd, 0)
+    os.close(null_fd)
     for stream in (sys.stdout, sys.stderr):
         stream.reconfigure(encoding="utf-8", errors="backslashreplace", line_buffering=True)  # type: ignore[union-attr]
     if sys.path[:1] == [""]:

@@ -1,16 +1,16 @@
-"""The frames between the agent and a kernel; see ``kernel``."""
+"""The frames between the agent and a kernel, which ``kernel`` describes."""
 
 from __future__ import annotations
 
 import struct
 
 HEAD = struct.Struct(">cI")
-"""The head of a kernel's frame: its kind, and the length of its content."""
+"""The head of a frame from the kernel: its kind, and the length of its contents."""
 SIZE = struct.Struct(">I")
-"""The head of the agent's frame: the length of its content."""
+"""The head of a frame from the agent: the length of its contents."""
 EVENT, SYNC, DONE = b"E", b"S", b"D"
 MAX_SIZE = 32 << 20
-"""Maximum number of bytes in one event."""
+"""Maximum size of an event, in bytes."""
 
 FIELDS = {
     "text/plain": "text",
@@ -24,4 +24,4 @@ FIELDS = {
     "application/json": "json",
     "application/javascript": "javascript",
 }
-"""The field of a result for each MIME type; other types are in ``extra``."""
+"""The field of a result for each MIME type. Other types are in the field ``extra``."""

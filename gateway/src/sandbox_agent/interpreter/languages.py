@@ -1,4 +1,4 @@
-"""The languages of the code interpreter: their programs and their protocols."""
+"""The languages of the code interpreter, with their programs and protocols."""
 
 from __future__ import annotations
 
@@ -16,18 +16,19 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
 _START = (
-    "import sys; kept = sys.path[0], sys.dont_write_bytecode; "
+    "import sys; saved = sys.path[0], sys.dont_write_bytecode; "
     "sys.path[0], sys.dont_write_bytecode = sys.argv.pop(), True; from sandbox_agent.interpreter.kernel import main; "
-    "sys.path[0], sys.dont_write_bytecode = kept; main()"
+    "sys.path[0], sys.dont_write_bytecode = saved; main()"
 )
 _MAX_STATUS = 4096
-_NAME = frozenset(string.ascii_letters + string.digits + "_")
+_NAME_CHARACTERS = frozenset(string.ascii_letters + string.digits + "_")
 
 
 class Cell:
     """Code to run.
 
-    ``env``: variables for this run; ``changes``: permanent variables, None removes one; ``plain``: text only.
+    ``env``: variables for this run; ``changes``: variables to change permanently, None removes a variable; ``plain``:
+    whether results contain only text.
     """
 
     def __init__(self, code: str, env: dict[str, str], *, plain: bool = False) -> None:
@@ -38,22 +39,22 @@ class Cell:
 
 
 class Language:
-    """The protocol of one kernel. Buffers incomplete frames."""
+    """The protocol of one kernel. An instance buffers incomplete frames."""
 
     name = ""
     reports_begin = False
-    """Whether the kernel reports the start of a cell. It must not be interrupted before that."""
+    """Whether the kernel reports the start of a cell. If so, it must not be interrupted earlier."""
 
     def environment(self) -> dict[str, str]:
-        """Return the variables that the program needs."""
+        """Return the environment variables that the program needs."""
         return {}
 
     def programs(self) -> list[list[str]]:
-        """Return the commands that can run the kernel, the preferred one first."""
+        """Return the commands that can run the kernel, in order of preference."""
         raise NotImplementedError
 
     def startup_cell(self) -> Cell | None:
-        """Return the first cell of a new kernel; its output is discarded."""
+        """Return the first cell of a new kernel, whose output is discarded; None if there is none."""
         return None
 
     def check(self, cell: Cell) -> None:
@@ -63,7 +64,11 @@ class Language:
         raise NotImplementedError
 
     def parse(self, data: bytes) -> Iterator[tuple[str, bytes]]:
-        """Parse received bytes: ``event`` or ``sync`` with a line, ``done`` with a status, ``begun`` or ``broken``."""
+        """Parse received bytes. Yields (kind, contents).
+
+        The contents of ``event`` and ``sync`` are a line, those of ``done`` a status. ``begun`` and ``broken`` have
+        none.
+        """
         raise NotImplementedError
 
     def acknowledge(self) -> bytes:
@@ -83,7 +88,7 @@ class Python(Language):
 
     def programs(self) -> list[list[str]]:
         folder = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
-        # Prefer the Python in the user's PATH, with the packages installed for it.
+        # Prefer the Python in the user's PATH, because the user's packages are installed for it.
         return [[python, "-c", _START, folder] for python in ("python3", sys.executable)]
 
     def encode_cell(self, cell: Cell, count: int) -> bytes:
@@ -101,20 +106,20 @@ class Python(Language):
         return SIZE.pack(len(data)) + data
 
     def parse(self, data: bytes) -> Iterator[tuple[str, bytes]]:
-        heard = self._received
-        heard += data
-        while len(heard) >= HEAD.size:
-            letter, size = HEAD.unpack_from(heard)
+        buffer = self._received
+        buffer += data
+        while len(buffer) >= HEAD.size:
+            letter, size = HEAD.unpack_from(buffer)
             kind = {EVENT: "event", SYNC: "sync", DONE: "done"}.get(letter, "broken")
             if size > MAX_SIZE or (kind == "done" and size > _MAX_STATUS):
                 kind = "broken"
-            if kind != "broken" and len(heard) < HEAD.size + size:
+            if kind != "broken" and len(buffer) < HEAD.size + size:
                 return
-            content = bytes(heard[HEAD.size : HEAD.size + size])
-            del heard[: HEAD.size + size]
+            content = bytes(buffer[HEAD.size : HEAD.size + size])
+            del buffer[: HEAD.size + size]
             if kind != "done":
                 yield kind, content
-            elif content == self._number:  # ignore a repeated report of another cell
+            elif content == self._number:  # ignore repeated reports of other cells
                 yield kind, b"0"
 
     def acknowledge(self) -> bytes:
@@ -126,21 +131,21 @@ class Python(Language):
 
 
 class Shell(Language):
-    """bash or else sh, as an interactive shell, so that an interrupt ends the command and not the shell.
+    """An interactive bash, or sh if there is no bash. An interrupt of an interactive shell ends only its command.
 
-    The channel is the shell's standard input; commands get /dev/null instead. After each cell the agent asks for the
-    status.
+    The channel is the standard input of the shell; commands read from /dev/null instead. Each cell is followed by
+    commands that report its status.
     """
 
     name = "bash"
-    reports_begin = True  # an earlier interrupt drops half a line, and the shell runs the other half
+    reports_begin = True  # an earlier interrupt would drop half of a line, and the shell would run the other half
 
     def __init__(self) -> None:
         self._received = b""
         self._number = 0
-        self._restore = ""
+        self._restore_commands = ""
         self._status = b""
-        self._awaited = b""
+        self._awaited_mark = b""
 
     def programs(self) -> list[list[str]]:
         return [["bash", "--norc", "--noprofile", "--noediting", "-i"], ["sh", "-i"]]
@@ -158,52 +163,60 @@ class Shell(Language):
     def check(self, cell: Cell) -> None:
         for name in cell.env:
             if not _is_name(name):
-                raise invalid(f"{name!r} is not a name for a shell variable: use letters, digits and _")
+                raise invalid(f"{name!r} is not a valid name of a shell variable: use letters, digits and _")
 
     def encode_cell(self, cell: Cell, count: int) -> bytes:
         self._number += 1
         self._received = b""
-        before, after = [], []
+        setup, teardown = [], []
         for name, value in cell.changes.items():
             if _is_name(name):
-                before.append(f"unset {name}" if value is None else f"export {name}={_quote(value)}")
+                setup.append(f"unset {name}" if value is None else f"export {name}={_quote(value)}")
         if cell.env:
-            before.append("_agent_kept=1")
-            after.append("unset _agent_kept")
+            setup.append("_agent_kept=1")
+            teardown.append("unset _agent_kept")
         for name, value in cell.env.items():
-            before.append(f"_agent_set_{name}=${{{name}+1}} _agent_was_{name}=${{{name}-}}")
-            before.append(f"export {name}={_quote(value)}")
-            after.append(f'if [ "$_agent_set_{name}" ]; then {name}=$_agent_was_{name}; else unset {name}; fi')
-            after.append(f"unset _agent_set_{name} _agent_was_{name}")
-        self._restore = f'if [ "${{_agent_kept-}}" ]; then {"; ".join(after)}; fi; ' if after else ""
-        self._status, self._awaited = b"", b"%d" % self._number
-        prepare = _encode(f"{{ {'; '.join(before)}; }} 2>/dev/null\n") if before else b""
-        # "command": otherwise sh would drop the rest of its input after a syntax error.
-        begun = f"{{ printf '{self._number}\\n' >&0; }} 2>/dev/null; "
-        return prepare + _encode(f"{begun}command eval {_quote(cell.code)} </dev/null\n") + self._ask_status()
+            setup.append(f"_agent_set_{name}=${{{name}+1}} _agent_was_{name}=${{{name}-}}")
+            setup.append(f"export {name}={_quote(value)}")
+            teardown.append(f'if [ "$_agent_set_{name}" ]; then {name}=$_agent_was_{name}; else unset {name}; fi')
+            teardown.append(f"unset _agent_set_{name} _agent_was_{name}")
+        self._restore_commands = f'if [ "${{_agent_kept-}}" ]; then {"; ".join(teardown)}; fi; ' if teardown else ""
+        self._status, self._awaited_mark = b"", b"%d" % self._number
+        prepare = _encode(f"{{ {'; '.join(setup)}; }} 2>/dev/null\n") if setup else b""
+        # Use "command", because otherwise sh would drop the rest of its input after a syntax error.
+        report_begin = f"{{ printf '{self._number}\\n' >&0; }} 2>/dev/null; "
+        return (
+            prepare
+            + _encode(f"{report_begin}command eval {_quote(cell.code)} </dev/null\n")
+            + self._format_status_commands()
+        )
 
-    def _ask_status(self) -> bytes:
-        """Return commands that report the cell's status. The empty line resets bash's parser after an open quote."""
-        status = f"printf '%s %s\\n' {self._awaited.decode()} \"$_agent_status\" >&0"
-        return _encode(f"\n{{ _agent_status=$?; {self._restore}{status}; }} 2>/dev/null\n")
+    def _format_status_commands(self) -> bytes:
+        """Return commands that report the status of the cell.
+
+        The empty line resets bash's parser after an open quote.
+        """
+        status = f"printf '%s %s\\n' {self._awaited_mark.decode()} \"$_agent_status\" >&0"
+        return _encode(f"\n{{ _agent_status=$?; {self._restore_commands}{status}; }} 2>/dev/null\n")
 
     def parse(self, data: bytes) -> Iterator[tuple[str, bytes]]:
         *lines, self._received = (self._received + data).split(b"\n")
         if len(self._received) > _MAX_STATUS:
             yield "broken", b""
         for line in lines:
-            turn, _, status = line.partition(b" ")
-            if turn == b"%d" % self._number and not status:
+            mark, _, status = line.partition(b" ")
+            if mark == b"%d" % self._number and not status:
                 yield "begun", b""
-            elif status.isdigit() and len(status) < 4 and turn.rstrip(b"!") == b"%d" % self._number:
+            elif status.isdigit() and len(status) < 4 and mark.rstrip(b"!") == b"%d" % self._number:
                 self._status = self._status or status
-                if turn == self._awaited:
+                if mark == self._awaited_mark:
                     yield "done", self._status
 
     def after_interrupt(self) -> bytes:
-        # Ask again, because some shells drop their input at an interrupt, and the interrupt must not hit the next cell.
-        self._awaited = b"%d!" % self._number
-        return self._ask_status()
+        # Request the status again, because some shells drop their input on an interrupt. The next cell must wait until
+        # the shell has handled the interrupt.
+        self._awaited_mark = b"%d!" % self._number
+        return self._format_status_commands()
 
 
 LANGUAGES: dict[str, type[Language]] = {"python": Python, "bash": Shell}
@@ -214,7 +227,7 @@ def _quote(text: str) -> str:
 
 
 def _is_name(name: str) -> bool:
-    return set(name) <= _NAME and not name[0].isdigit()
+    return set(name) <= _NAME_CHARACTERS and not name[0].isdigit()
 
 
 def _encode(text: str) -> bytes:

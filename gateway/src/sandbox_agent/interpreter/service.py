@@ -1,10 +1,10 @@
-"""The code interpreter over HTTP, as ``e2b_code_interpreter`` and ``cubesandbox`` call it, and ``POST /eval``."""
+"""The HTTP API of the code interpreter for ``e2b_code_interpreter`` and ``cubesandbox``, and ``POST /eval``."""
 
 from __future__ import annotations
 
 from sandbox_agent.failure import invalid
 from sandbox_agent.http.message import get_number, get_text, get_variables
-from sandbox_agent.interpreter.answers import LineAnswer, ValueAnswer
+from sandbox_agent.interpreter.answers import LineResponse, ValueResponse
 from sandbox_agent.interpreter.contexts import Context, Contexts
 from sandbox_agent.interpreter.languages import Cell
 
@@ -23,38 +23,40 @@ class Interpreter:
         self._contexts = Contexts(environment)
 
     def execute(self, request: Request, reply: Reply) -> None:
-        """``{code, context_id?, language?, env_vars?, timeout?}`` → a line of JSON for each event, as it happens.
+        """``{code, context_id?, language?, env_vars?, timeout?}`` → a stream of events, one line of JSON each.
 
         Events: ``number_of_executions {execution_count}``; ``stdout`` and ``stderr`` ``{text, timestamp}``, in
-        nanoseconds since the epoch; ``result {text, html, …, extra: {MIME type: content}, is_main_result}``, binary
-        content in base64; ``error {name, value, traceback}``. ``env_vars`` apply to this execution. After ``timeout``
-        seconds (default: none), or if the client hangs up, the code is interrupted; three seconds later its kernel is
-        killed.
+        nanoseconds since the epoch; ``result {text, html, …, extra: {MIME type: contents}, is_main_result}``, with
+        binary contents in base64; ``error {name, value, traceback}``. ``env_vars`` apply only to this execution. After
+        ``timeout`` seconds (default: no limit), or if the client hangs up, the code is interrupted. If it does not end
+        within three seconds, its kernel is killed.
         """
         message = request.json()
         context = self._contexts.find(get_text(message, "context_id"), get_text(message, "language"))
-        context.run(Cell(_code(message), get_variables(message, "env_vars")), LineAnswer(reply), _seconds(message))
+        context.run(
+            Cell(_get_code(message), get_variables(message, "env_vars")), LineResponse(reply), _get_timeout(message)
+        )
 
     def evaluate(self, request: Request, reply: Reply) -> None:
         """``{code, timeout?}`` → ``{result, error, exit_code}``, run in the default Python context.
 
-        ``result``: the ``repr`` of the last expression, "None" after a statement, "" after an error. ``error``: the
-        error as text; ``exit_code`` is 1 then.
+        ``result``: the ``repr`` of the last expression, "None" after a statement, "" after an error; ``error``: the
+        text of the error, otherwise ""; ``exit_code``: 1 after an error, otherwise 0.
         """
         message = request.json()
-        value = ValueAnswer(reply.connection)
-        self._contexts.find("").run(Cell(_code(message), {}, plain=True), value, _seconds(message))
-        failed = value.failed
-        reply.json({"result": "" if failed else value.value, "error": value.error_text, "exit_code": int(failed)})
+        response = ValueResponse(reply.connection)
+        self._contexts.find("").run(Cell(_get_code(message), {}, plain=True), response, _get_timeout(message))
+        failed = response.failed
+        reply.json({"result": "" if failed else response.value, "error": response.error_text, "exit_code": int(failed)})
 
     def list(self, request: Request, reply: Reply) -> None:
-        """→ ``[{id, language, cwd}]``: created contexts, and the default contexts that were used."""
+        """→ ``[{id, language, cwd}]`` of the created contexts and of the default contexts that have been used."""
         reply.json([context.describe() for context in self._contexts.list()])
 
-    def make(self, request: Request, reply: Reply) -> None:
+    def create(self, request: Request, reply: Reply) -> None:
         """``{language?, cwd?}`` → ``{id, language, cwd}``. The first execution starts the kernel."""
         message = request.json()
-        reply.json(self._contexts.make(get_text(message, "language"), get_text(message, "cwd")).describe())
+        reply.json(self._contexts.create(get_text(message, "language"), get_text(message, "cwd")).describe())
 
     def remove(self, request: Request, reply: Reply) -> None:
         self._contexts.remove(request.parameter)
@@ -67,21 +69,24 @@ class Interpreter:
         reply.json(context.describe())
 
     def start(self, request: Request, reply: Reply) -> None:
-        """→ ``{id, language, cwd}``, once the kernel has started and run a cell: for capturing it in a template."""
+        """→ ``{id, language, cwd}``, after the kernel has started and run an empty cell.
+
+        A template that is captured afterwards contains the running kernel.
+        """
         context = self._context_of(request)
         context.start()
         reply.json(context.describe())
 
     def _context_of(self, request: Request) -> Context:
-        request.json()  # has no fields
+        request.json()  # raises Failure if the body is invalid; it has no fields
         return self._contexts.find(request.parameter)
 
 
-def _code(message: dict[str, Any]) -> str:
+def _get_code(message: dict[str, Any]) -> str:
     if not isinstance(message.get("code"), str):
-        raise invalid("code must be a string")
+        raise invalid("the field code must be a string")
     return get_text(message, "code")
 
 
-def _seconds(message: dict[str, Any]) -> float | None:
-    return get_number(message, "timeout", default=0, most=_MAX_SECONDS) or None
+def _get_timeout(message: dict[str, Any]) -> float | None:
+    return get_number(message, "timeout", default=0, maximum=_MAX_SECONDS) or None

@@ -1,1 +1,1 @@
-"""The machine: users, identity after a fork, clock, entropy, file system freezes and mounts."""
+"""Manage the machine: users, the identity after a fork, clock, entropy, file system freezes and mounts."""

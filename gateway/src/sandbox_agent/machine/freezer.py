@@ -1,4 +1,4 @@
-"""Freezes the root file system for a capture, and thaws it automatically after a timeout."""
+"""Freeze the root file system for a capture, and thaw it automatically after a timeout."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ TYPE_CHECKING = False
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-MAX_SECONDS = 60.0
-"""The longest accepted freeze: a guest that cannot write is unusable."""
+MAX_FREEZE_SECONDS = 60.0
+"""The longest freeze that a request may ask for. A guest that cannot write is unusable."""
 
 
 class Freezer:
-    """Freezes one file system. ``path``: any directory in it; ``ioctl``: replaces ``fcntl.ioctl`` in tests."""
+    """Freezes the file system that contains the directory ``path``. Tests replace ``ioctl``."""
 
     def __init__(self, path: str = "/", ioctl: Callable[[int, int, int], object] = fcntl.ioctl) -> None:
         self._path = path
@@ -27,41 +27,41 @@ class Freezer:
         self._timer: threading.Timer | None = None
 
     def freeze(self, seconds: float) -> None:
-        """Sync the file system, then block writers for at most ``seconds``. A frozen file system stays frozen.
+        """Sync the file system, then block writers for at most ``seconds``.
 
-        Raises OSError if the file system cannot be frozen.
+        If the file system is already frozen, this only restarts the timer. Raises OSError if it cannot be frozen.
         """
         system.sync_file_system(self._path)
         with self._lock:
-            self._cancel()
-            # Start the timer first: a frozen file system might block it.
+            self._cancel_timer()
+            # Start the timer first: starting a thread might block on a frozen file system.
             timer = threading.Timer(seconds, self.thaw)
             timer.daemon = True
             timer.start()
             self._timer = timer
             try:
-                self._call(system.FIFREEZE)
+                self._call_ioctl(system.FIFREEZE)
             except OSError as error:
                 if error.errno != errno.EBUSY:
-                    self._cancel()
+                    self._cancel_timer()
                     raise
 
     def thaw(self) -> None:
         """Unblock writers. Does nothing if the file system is not frozen."""
         with self._lock:
-            self._cancel()
+            self._cancel_timer()
             try:
-                self._call(system.FITHAW)
+                self._call_ioctl(system.FITHAW)
             except OSError as error:
                 if error.errno != errno.EINVAL:
                     raise
 
-    def _cancel(self) -> None:
+    def _cancel_timer(self) -> None:
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
 
-    def _call(self, request: int) -> None:
+    def _call_ioctl(self, request: int) -> None:
         fd = os.open(self._path, os.O_RDONLY | os.O_DIRECTORY)
         try:
             self._ioctl(fd, request, 0)

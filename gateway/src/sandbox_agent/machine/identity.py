@@ -1,7 +1,7 @@
-"""The identity of this sandbox: forks of one snapshot start out identical and must become distinct.
+"""Set the identity of this sandbox. Forks of a snapshot are identical until each receives its own identity.
 
-Nothing is written to the disk, so that a fresh fork does not diverge from its snapshot: the identity files are in /run
-and bind-mounted over the ones in /etc.
+The identity files are in /run and are bind-mounted over the files in /etc. Nothing is written to the disk, so a new
+fork does not diverge from its snapshot.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ from contextlib import suppress
 
 from sandbox_agent.failure import Failure, invalid
 from sandbox_agent.http.message import get_bytes, get_number, get_variables
-from sandbox_agent.http.wire import Gone, parse_object
+from sandbox_agent.http.wire import ConnectionLost, parse_object
 from sandbox_agent.machine import system
-from sandbox_agent.machine.line import ASK, REPLY_SECONDS
+from sandbox_agent.machine.line import QUERY, REPLY_SECONDS
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -27,15 +27,15 @@ if TYPE_CHECKING:
     from typing import Any
 
     from sandbox_agent.http.wire import Reply, Request
-    from sandbox_agent.machine.line import Line
+    from sandbox_agent.machine.line import SerialLine
 
 RUN = "/run/sandbox"
 FILES = ("hostname", "machine-id", "resolv.conf")
 MIN_ENTROPY = 32
 MAX_ENTROPY = 512
-_STATE = "agent.json"
+_STATE_FILE = "agent.json"
 _KEY_FILE = "gateway-key"
-_UNMANAGED = "the agent does not manage this machine"
+_UNMANAGED_REASON = "the agent does not manage this machine"
 
 
 class Identity:
@@ -51,22 +51,22 @@ class Identity:
         self._key = b""
         self._env: dict[str, str] = {}
         self._sandbox_id = ""
-        self._start = os.urandom(16).hex()
-        self._mounted: dict[str, str] = {}
+        self._start_id = os.urandom(16).hex()
+        self._mount_failures: dict[str, str] = {}
 
     def mount_files(self) -> list[str]:
-        """Mount files in /run over the ones in /etc, with the same content. Returns the skipped files, with reasons."""
+        """Mount copies in /run over the files in /etc. Returns "name: reason" for each file that cannot be mounted."""
         self._key = self._read_key()
         for name in FILES:
-            self._mounted[name] = self._mount(name)
+            self._mount_failures[name] = self._mount(name)
         if self._is_volatile():
             self._restore()
-        return [f"{name}: {reason}" for name, reason in self._mounted.items() if reason]
+        return [f"{name}: {reason}" for name, reason in self._mount_failures.items() if reason]
 
     def _mount(self, name: str) -> str:
-        """Mount one file. Returns the reason for a failure, "" on success."""
+        """Mount one file. Returns the reason if this fails, "" otherwise."""
         if not self._managed:
-            return _UNMANAGED
+            return _UNMANAGED_REASON
         if not system.LINUX:
             return "this system has no bind mounts"
         if not self._is_volatile():
@@ -85,35 +85,40 @@ class Identity:
     # -- requests ----------------------------------------------------------------------------------------------------
 
     def environment(self) -> dict[str, str]:
-        """Return the variables that every process gets."""
-        known = {"E2B_SANDBOX": "true", "E2B_SANDBOX_ID": self._sandbox_id} if self._sandbox_id else {}
-        return {**known, **self._env}
+        """Return the environment variables that every process receives."""
+        variables = {"E2B_SANDBOX": "true", "E2B_SANDBOX_ID": self._sandbox_id} if self._sandbox_id else {}
+        return {**variables, **self._env}
 
     def guard(self, request: Request) -> None:
-        """Raise Failure unless the request carries the access token, if a token is set.
+        """Raise Failure if an access token is set and the request does not carry it.
 
-        Waits while the identity changes.
+        Waits until a change of the identity is complete.
         """
         with self._lock:
             pass
         self._require_token()
         if self._token and not _is_equal(self._token, request.headers.get("x-access-token", "")):
-            raise Failure("unauthenticated", "the X-Access-Token header is missing or wrong")
+            raise Failure(
+                "unauthenticated", "the X-Access-Token header is missing or wrong: send the access token of the sandbox"
+            )
 
-    def guard_code(self, request: Request) -> None:
-        """Like ``guard``, for the code interpreter's port, which also accepts a token that is valid only there.
+    def guard_code_port(self, request: Request) -> None:
+        """Like ``guard``, but also accept the token that is valid only on the port of the code interpreter.
 
-        While no agent runs, any program in the sandbox can listen on that port and receive the tokens sent to it.
+        The separate token is needed because any program in the sandbox can listen on this port while the agent does
+        not run, and would receive the tokens that clients send.
         """
         with self._lock:
             pass
         self._require_token()
-        given = request.headers.get("x-access-token", "")
-        if self._token and not (_is_equal(_derive_code_token(self._token), given) or _is_equal(self._token, given)):
-            raise Failure("unauthenticated", "the X-Access-Token header is missing or wrong")
+        token = request.headers.get("x-access-token", "")
+        if self._token and not (_is_equal(_derive_code_token(self._token), token) or _is_equal(self._token, token)):
+            raise Failure(
+                "unauthenticated", "the X-Access-Token header is missing or wrong: send the access token of the sandbox"
+            )
 
-    def guard_for_gateway(self, request: Request) -> None:
-        """Raise Failure unless the request comes from the gateway or carries the access token."""
+    def require_gateway_or_token(self, request: Request) -> None:
+        """Raise Failure if the request neither comes from the gateway nor carries the access token."""
         if self._is_gateway(request):
             with self._lock:
                 return
@@ -122,18 +127,21 @@ class Identity:
         self.guard(request)
 
     def _is_gateway(self, request: Request) -> bool:
-        """Return whether the gateway sent the request: it has the key or, if there is no key, the host's address."""
+        """Return whether the gateway sent the request.
+
+        With a gateway key, the request must carry it. Otherwise, it must come from the host's address.
+        """
         if self._key:
             return _is_equal(self._key, request.headers.get("x-gateway-key", ""))
-        return request.peer == self._gateway_address()
+        return request.peer == self._find_gateway_address()
 
     def _require_token(self) -> None:
-        """Raise Failure if there is a gateway key but the gateway has not set the access token yet."""
+        """Raise Failure if the sandbox has a gateway key but no access token yet."""
         if self._key and not self._token:
             raise Failure("unauthenticated", "the gateway has not set the access token of this sandbox yet")
 
     def _read_key(self) -> bytes:
-        """Read the key, which a host provides if all its users share the gateway's address: see jail_zfs."""
+        """Read the gateway key. Only hosts whose users share the address of the gateway provide one: see jail_zfs."""
         try:
             with open(os.path.join(self._run, _KEY_FILE), "rb") as file:
                 return file.read().strip()
@@ -146,17 +154,17 @@ class Identity:
         """``{sandboxID, hostname, machineID, time, entropy, accessToken, env, dns, growDisk, wait}``, all optional.
 
         → ``{hostname, machineID, bootID, skipped}``. An absent field changes nothing. ``skipped`` lists the steps that
-        failed, as "step: reason". With ``wait: false`` the answer is ``{accepted: true}``, sent before the steps are
-        done; later requests wait for them.
+        failed, as "step: reason". With ``wait: false``, the response ``{accepted: true}`` is sent before the steps run,
+        and later requests wait until the steps are complete.
         """
         if (self._key or self._token) and not self._is_gateway(request):
             self.guard(request)
-        received = time.monotonic()
+        received_at = time.monotonic()
         message = request.json()
         with self._lock:
-            steps = self._plan(message, received)
+            steps = self._plan(message, received_at)
             if message.get("wait") is False:
-                with suppress(Gone):  # do the steps even if the client hung up
+                with suppress(ConnectionLost):  # run the steps even if the client hung up
                     reply.json({"accepted": True})
             skipped = self._apply(steps, message)
         if message.get("wait") is False:
@@ -165,62 +173,61 @@ class Identity:
             {
                 "hostname": socket.gethostname(),
                 "machineID": self._machine_id(),
-                "bootID": system.boot_id() or self._start,
+                "bootID": system.read_boot_id() or self._start_id,
                 "skipped": skipped,
             }
         )
 
-    def serve_line(self, line: Line) -> None:
-        """Serve the line to the host without end: answer its question, then apply the identity that it sends.
+    def serve_line(self, line: SerialLine) -> None:
+        """Serve the serial line forever: answer each probe of the host, then apply the identity that the host sends.
 
-        The answer is sent first. From then on, requests wait until the identity is set. The host sends only valid
-        identities.
+        After the answer, HTTP requests wait until the identity is set. The host sends only valid identities.
         """
         while True:
             frame = line.read()
-            if frame[:1] != ASK:
-                continue  # The frame was meant for the machine from which this machine was forked.
+            if frame[:1] != QUERY:
+                continue  # The frame was for the machine from which this one was forked.
             with self._lock:
-                while frame[:1] == ASK:
+                while frame[:1] == QUERY:
                     line.write(frame)
                     frame = line.read(REPLY_SECONDS)
-                received = time.monotonic()
+                received_at = time.monotonic()
                 try:
                     message = parse_object(frame[1:])
-                    self._apply(self._plan(message, received), message)
-                except Exception as error:  # The next fork needs this thread and the line as well.
+                    self._apply(self._plan(message, received_at), message)
+                except Exception as error:  # The next fork also needs this thread.
                     print(f"sandbox-agent: identity: {error}", file=sys.stderr)
 
     def _apply(self, steps: list[tuple[str, Callable[[], None]]], message: dict[str, Any]) -> list[str]:
-        """Apply the checked ``message``. Returns the skipped steps, with reasons."""
+        """Run the steps and store the values of ``message``. Returns "step: reason" for each step that failed."""
         # A machine whose /run is on disk is not a sandbox: do not change it.
-        ours = self._managed and (self._is_volatile() or not system.LINUX)
-        skipped = [reason for reason in (_run_step(name, step, ours) for name, step in steps) if reason]
-        self._set(message)
-        self._gateway_address()
-        if ours:
-            system.follow_generation()
+        is_sandbox = self._managed and (self._is_volatile() or not system.LINUX)
+        skipped = [reason for reason in (_run_step(name, step, is_sandbox) for name, step in steps) if reason]
+        self._store_values(message)
+        self._find_gateway_address()
+        if is_sandbox:
+            system.set_generation_interrupt()
         return skipped
 
-    def _gateway_address(self) -> str:
-        """Return the host's address. It is cached because the first request after a fork must be fast."""
-        self._gateway = self._gateway or system.gateway_address()
+    def _find_gateway_address(self) -> str:
+        """Return the host's address, which is cached because the first request after a fork must be fast."""
+        self._gateway = self._gateway or system.find_gateway_address()
         return self._gateway
 
-    def _plan(self, message: dict[str, Any], received: float) -> list[tuple[str, Callable[[], None]]]:
-        """Return the steps that apply ``message`` to the machine. Checks the whole message before any step runs.
+    def _plan(self, message: dict[str, Any], received_at: float) -> list[tuple[str, Callable[[], None]]]:
+        """Check the whole ``message``, and return the steps that apply it to the machine.
 
-        ``received``: when the time in ``message`` was correct, on the monotonic clock.
+        ``received_at``: the time on the monotonic clock at which the ``time`` in ``message`` was correct.
         """
         steps: list[tuple[str, Callable[[], None]]] = []
         entropy = get_bytes(message, "entropy")
         if entropy:
             if not MIN_ENTROPY <= len(entropy) <= MAX_ENTROPY:
-                raise invalid(f"the field entropy must have {MIN_ENTROPY} to {MAX_ENTROPY} bytes")
+                raise invalid(f"the field entropy must be {MIN_ENTROPY} to {MAX_ENTROPY} bytes long")
             steps.append(("entropy", lambda: system.add_entropy(entropy)))
-        now = get_number(message, "time", default=0, most=1 << 33)
+        now = get_number(message, "time", default=0, maximum=1 << 33)
         if now:
-            steps.append(("time", lambda: system.set_clock(now + time.monotonic() - received)))
+            steps.append(("time", lambda: system.set_clock(now + time.monotonic() - received_at)))
         hostname = _check_text(message, "hostname", string.ascii_letters + string.digits + "-.", 64)
         if hostname:
             steps.append(("hostname", lambda: socket.sethostname(hostname)))
@@ -228,7 +235,7 @@ class Identity:
         machine_id = _check_text(message, "machineID", string.hexdigits, 32)
         if machine_id:
             if len(machine_id) != 32:
-                raise invalid("the field machineID must have 32 hexadecimal digits")
+                raise invalid("the field machineID must consist of 32 hexadecimal digits")
             steps.append(("machine-id", lambda: self._write("machine-id", machine_id.lower() + "\n")))
         resolvers = _check_addresses(message.get("dns"))
         if resolvers:
@@ -241,8 +248,8 @@ class Identity:
         _check_text(message, "sandboxID", string.ascii_letters + string.digits + "-_.", 64)
         return steps
 
-    def _set(self, message: dict[str, Any]) -> None:
-        """Set the agent's token, id and variables, and save them for a restarted agent."""
+    def _store_values(self, message: dict[str, Any]) -> None:
+        """Set the agent's token, id and variables, and save them so that they survive a restart of the agent."""
         if message.get("accessToken") is not None:
             self._token = message["accessToken"].encode()
         if message.get("sandboxID"):
@@ -250,26 +257,26 @@ class Identity:
         if message.get("env") is not None:
             self._env = get_variables(message, "env")
         if self._is_volatile():
-            kept = {"accessToken": self._token.decode(), "sandboxID": self._sandbox_id, "env": self._env}
-            _overwrite(os.path.join(self._run, _STATE), json.dumps(kept).encode(), mode=0o600)
+            state = {"accessToken": self._token.decode(), "sandboxID": self._sandbox_id, "env": self._env}
+            _overwrite(os.path.join(self._run, _STATE_FILE), json.dumps(state).encode(), mode=0o600)
 
     def _restore(self) -> None:
-        """Load the values that a previous agent saved: a sandbox must keep its token when its agent restarts."""
+        """Load the values that a previous agent saved, because a sandbox keeps its token when its agent restarts."""
         try:
-            with open(os.path.join(self._run, _STATE), "rb") as file:
-                kept = json.load(file)
-            self._token = kept["accessToken"].encode()
-            self._sandbox_id = kept["sandboxID"]
-            self._env = kept["env"]
+            with open(os.path.join(self._run, _STATE_FILE), "rb") as file:
+                state = json.load(file)
+            self._token = state["accessToken"].encode()
+            self._sandbox_id = state["sandboxID"]
+            self._env = state["env"]
         except FileNotFoundError:
             pass
 
     def _is_volatile(self) -> bool:
-        """Return whether the agent may write to its directory: it must be in memory, not on the disk."""
+        """Return whether the agent may write to its run directory, which must be in memory, not on the disk."""
         return self._managed and os.path.ismount(os.path.dirname(self._run))
 
     def _write(self, name: str, content: str) -> None:
-        reason = self._mounted.get(name, "not mounted")
+        reason = self._mount_failures.get(name, "not mounted")
         if reason:
             raise OSError(0, reason)
         _overwrite(os.path.join(self._run, name), content.encode())
@@ -283,9 +290,9 @@ class Identity:
 
 
 def _run_step(name: str, step: Callable[[], None], managed: bool) -> str:
-    """Run a step. Returns the reason if it was skipped, "" on success."""
+    """Run a step. Returns "name: reason" if it fails or is skipped, "" otherwise."""
     if not managed:
-        return f"{name}: {_UNMANAGED}"
+        return f"{name}: {_UNMANAGED_REASON}"
     try:
         step()
     except Exception as error:
@@ -294,7 +301,7 @@ def _run_step(name: str, step: Callable[[], None], managed: bool) -> str:
 
 
 def _overwrite(path: str, content: bytes, mode: int = 0o644) -> None:
-    """Replace a file's content in place, because this inode is mounted. No reader finds it empty."""
+    """Replace the contents of a file in place, because its inode is mounted. Readers never see an empty file."""
     fd = os.open(path, os.O_WRONLY | os.O_CREAT, mode)
     try:
         os.pwrite(fd, content, 0)
@@ -309,18 +316,23 @@ def _derive_code_token(token: bytes) -> bytes:
     return sha256(b"code " + token).hexdigest().encode()
 
 
-def _is_equal(expected: bytes, given: str) -> bool:
+def _wrong_token_error() -> Failure:
+    message = "the X-Access-Token header is missing or wrong: send the access token of the sandbox"
+    return Failure("unauthenticated", message)
+
+
+def _is_equal(expected: bytes, token: str) -> bool:
     from hmac import compare_digest
 
-    return compare_digest(expected, given.encode("latin-1"))
+    return compare_digest(expected, token.encode("latin-1"))
 
 
-def _check_text(message: dict[str, Any], key: str, letters: str, most: int) -> str:
+def _check_text(message: dict[str, Any], key: str, letters: str, max_length: int) -> str:
     value = message.get(key)
     if value is None:
         return ""
-    if not isinstance(value, str) or len(value) > most or not set(value) <= set(letters):
-        raise invalid(f"the field {key} is not valid: use at most {most} characters of {letters!r}")
+    if not isinstance(value, str) or len(value) > max_length or not set(value) <= set(letters):
+        raise invalid(f"the field {key} is not valid: use at most {max_length} characters of {letters!r}")
     return value
 
 

@@ -1,13 +1,14 @@
-"""The line to the host: a serial port that only the host can reach.
+"""The serial line to the host.
 
-It carries the identity after a fork. A fork's first TCP connection and HTTP request are slow, especially on an emulated
-processor; the line takes a fraction of that time.
+After a fork, the host sends the identity over this line. This takes a fraction of the time of a fork's first TCP
+connection and HTTP request, which are slow, especially on an emulated processor.
 
-    host     ? and 16 bytes    is the agent there?
-    agent    the same          yes; from now on requests wait until the identity is set
-    host     = and JSON        the body of /identity
+    host     ? and 16 bytes      a probe: does the agent run?
+    agent    the same bytes      yes; from now on, HTTP requests wait until the identity is set
+    host     = and JSON          the body of /identity
 
-Each frame is one read of at most 4096 bytes, so the first frame after a fork is complete, whenever the fork happened.
+Each frame is read with a single call, of at most 4096 bytes. The first frame after a fork is therefore complete,
+whenever the machine was captured.
 """
 
 from __future__ import annotations
@@ -18,32 +19,32 @@ import sys
 import time
 
 PATH = "/dev/virtio-ports/sandbox.agent"
-ASK = b"?"
-FRAME = 4096
+QUERY = b"?"
+MAX_FRAME = 4096
 REPLY_SECONDS = 5.0
-"""Seconds that the host has to send the identity after the agent's answer."""
+"""How long to wait for the identity after answering a probe."""
 _OPEN_SECONDS = 120.0
 _RETRY_SECONDS = 0.5
 
 
-class Line:
-    """The port. The first ``read`` waits for it and opens it: the kernel may not have found its devices yet."""
+class SerialLine:
+    """The serial port. The first ``read`` waits until the kernel has detected the port, and opens it."""
 
     def __init__(self, path: str) -> None:
         self._path = path
         self._fd = -1
 
     def read(self, seconds: float | None = None) -> bytes:
-        """Return the next frame; b"" if none arrives within ``seconds`` or the host hung up.
+        """Return the next frame; b"" if none arrives within ``seconds`` or the host hangs up.
 
-        Ends the thread if there is no such port.
+        Ends the calling thread if the machine has no such port.
         """
         if self._fd < 0:
             self._fd = _open_when_present(self._path)
         if seconds is not None and not _is_readable(self._fd, seconds):
             return b""
         try:
-            frame = os.read(self._fd, FRAME)
+            frame = os.read(self._fd, MAX_FRAME)
         except OSError:
             frame = b""
         if not frame and seconds is None:
@@ -58,12 +59,12 @@ class Line:
 
 
 def _open_when_present(path: str) -> int:
-    until = time.monotonic() + _OPEN_SECONDS
+    deadline = time.monotonic() + _OPEN_SECONDS
     while True:
         try:
             return os.open(path, os.O_RDWR | os.O_NOCTTY)
         except FileNotFoundError:
-            if time.monotonic() > until:
+            if time.monotonic() > deadline:
                 sys.exit()
         except OSError as error:
             print(f"sandbox-agent: the serial line to the host cannot be used: {error}", file=sys.stderr)
@@ -78,7 +79,7 @@ def _is_readable(fd: int, seconds: float) -> bool:
 
 
 def _await_host(fd: int) -> None:
-    """Wait until the host is back. Edge-triggered: level-triggered polling would report the hang-up repeatedly."""
+    """Wait until the host reconnects. Uses edge-triggered polling, which reports the hang-up only once."""
     with select.epoll() as epoll:
         epoll.register(fd, select.EPOLLIN | select.EPOLLET)
         while any(event & select.EPOLLHUP for _, event in epoll.poll()):

@@ -1,7 +1,7 @@
-"""Mount network volumes inside the machine. Every wait is bounded, because the server may be down or hang.
+"""Mount network volumes inside the machine. Every wait has a time limit, because the server may be down or hang.
 
-The list of mounts is kept in /run, which lasts as long as the mounts and is part of a fork. The kernel's mount table
-shows which of them still exist.
+The list of mounts is saved in /run, which lasts as long as the mounts and is copied to forks. The kernel's mount table
+shows which of these mounts still exist.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ if TYPE_CHECKING:
     from sandbox_agent.http.wire import Reply, Request
 
     Mount = dict[str, Any]
-    """A mount as the gateway sends it: path, source, type, options, readOnly."""
+    """A mount in the format of the gateway, with the keys path, source, type, options and readOnly."""
 
 STATE = "/run/sandbox/mounts.json"
 MOUNT_SECONDS = 25.0
-"""Time limit for mounting all new volumes; shorter than the gateway's timeout."""
+"""Time limit for mounting all new volumes. It is shorter than the timeout of the gateway."""
 FLUSH_SECONDS = 5.0
-"""Time limit for flushing pending writes to the server before a volume is unmounted."""
+"""Time limit for flushing pending writes to the server before unmounting a volume."""
 
 _TEXTS = ("path", "source", "type", "options")
 _MS_RDONLY, _MS_NOSUID, _MS_NODEV = 1, 2, 4
@@ -44,25 +44,25 @@ _libc = ctypes.CDLL(None, use_errno=True)
 
 
 def handle(request: Request, reply: Reply, *, managed: bool) -> None:
-    """``{mounts: [{path, source, type, options, readOnly}]}``, in the order to mount → ``{mounted, unmounted}``.
+    """``{mounts: [{path, source, type, options, readOnly}]}``, in mount order → ``{mounted, unmounted}`` (paths).
 
-    The answer lists paths. Keeps mounts that are already correct, removes the agent's other mounts, even if they are in
-    use, and ignores the mounts of others. If one new volume cannot be mounted, mounts none.
+    Keeps the mounts that are already correct, unmounts the other mounts of the agent, even if they are in use, and
+    ignores mounts that the agent did not make. If a new volume cannot be mounted, no new volume stays mounted.
     """
-    wanted = _check(request.json())
+    desired = _parse_mounts(request.json())
     if not managed:
-        raise Failure("failed_precondition", "the agent does not manage this machine")
+        raise Failure("failed_precondition", "the agent does not manage this machine: start it without --unmanaged")
     with _lock:
-        mounted, unmounted = _reconcile(wanted)
+        mounted, unmounted = _reconcile(desired)
     reply.json({"mounted": mounted, "unmounted": unmounted})
 
 
-def _check(message: dict[str, Any]) -> list[Mount]:
-    given = message.get("mounts")
-    if not isinstance(given, list) or not all(isinstance(item, dict) for item in given):
+def _parse_mounts(message: dict[str, Any]) -> list[Mount]:
+    items = message.get("mounts")
+    if not isinstance(items, list) or not all(isinstance(item, dict) for item in items):
         raise invalid("the field mounts must be a list of JSON objects")
-    wanted: list[Mount] = []
-    for item in given:
+    desired: list[Mount] = []
+    for item in items:
         mount: Mount = {key: get_text(item, key) for key in _TEXTS}
         mount["readOnly"] = bool(item.get("readOnly"))
         path = mount["path"]
@@ -70,34 +70,34 @@ def _check(message: dict[str, Any]) -> list[Mount]:
             raise invalid(f"cannot mount on {path!r}: the path must be absolute and contain no '..' or '//'")
         if not mount["source"] or not mount["type"]:
             raise invalid(f"the mount on {path} needs both a source and a type")
-        if any(path == other["path"] for other in wanted):
+        if any(path == other["path"] for other in desired):
             raise invalid(f"the path {path} is listed twice: list each mount point once")
-        wanted.append(mount)
-    return wanted
+        desired.append(mount)
+    return desired
 
 
-def _reconcile(wanted: list[Mount]) -> tuple[list[str], list[str]]:
-    """Mount and unmount volumes so that exactly ``wanted`` is mounted. Returns the mounted and the unmounted paths."""
-    ours = [mount for mount in _load() if _is_mounted(mount)]
-    gone = sorted((mount for mount in ours if mount not in wanted), key=_depth, reverse=True)
-    new = [mount for mount in wanted if mount not in ours]
-    for mount in gone:
+def _reconcile(desired: list[Mount]) -> tuple[list[str], list[str]]:
+    """Mount and unmount volumes so that exactly ``desired`` is mounted. Returns the mounted and the unmounted paths."""
+    existing = [mount for mount in _load() if _is_mounted(mount)]
+    obsolete = sorted((mount for mount in existing if mount not in desired), key=_depth, reverse=True)
+    new = [mount for mount in desired if mount not in existing]
+    for mount in obsolete:
         _unmount(mount)
     # Save the list before mounting: an entry that is not mounted does no harm.
-    stay = [mount for mount in ours if mount in wanted]
-    _save(stay + new)
-    done: list[Mount] = []
+    unchanged = [mount for mount in existing if mount in desired]
+    _save(unchanged + new)
+    mounted: list[Mount] = []
     deadline = time.monotonic() + MOUNT_SECONDS
     try:
         for mount in new:
             _mount(mount, deadline)
-            done.append(mount)
+            mounted.append(mount)
     except BaseException:
-        for mount in reversed(done):
+        for mount in reversed(mounted):
             _unmount(mount)
-        _save(stay)
+        _save(unchanged)
         raise
-    return [mount["path"] for mount in new], [mount["path"] for mount in gone]
+    return [mount["path"] for mount in new], [mount["path"] for mount in obsolete]
 
 
 def _depth(mount: Mount) -> int:
@@ -107,9 +107,9 @@ def _depth(mount: Mount) -> int:
 
 def _mount(mount: Mount, deadline: float) -> None:
     path = mount["path"]
-    real = os.path.realpath(path)
-    if real != path:
-        raise invalid(f"the path {path} contains a symbolic link: use {real} instead")
+    real_path = os.path.realpath(path)
+    if real_path != path:
+        raise invalid(f"the path {path} contains a symbolic link: use {real_path} instead")
     try:
         os.makedirs(path, mode=0o755, exist_ok=True)
     except (FileExistsError, NotADirectoryError):
@@ -132,7 +132,7 @@ def _mount(mount: Mount, deadline: float) -> None:
     if number == errno.ETIMEDOUT:
         raise Failure(
             "deadline_exceeded",
-            f"cannot mount {path}: the server of the volume does not answer. Check the network between the "
+            f"cannot mount {path}, because the server of the volume does not respond: check the network between the "
             "sandbox and the host",
         )
     if number:
@@ -140,7 +140,7 @@ def _mount(mount: Mount, deadline: float) -> None:
 
 
 def _unmount(mount: Mount) -> None:
-    """Unmount everything at the path down to ``mount``. Processes that still use it keep a detached mount."""
+    """Unmount ``mount`` and everything stacked on it. Processes that use it keep access to the detached mount."""
     path = os.fsencode(mount["path"])
 
     def flush() -> int:
@@ -148,7 +148,7 @@ def _unmount(mount: Mount) -> None:
         result: int = _libc.syncfs(descriptor)
         return result
 
-    # Force only if the server hangs: forcing makes pending writes fail and loses their data.
+    # Force only if the server hangs, because forcing discards pending writes.
     force = _MNT_FORCE if _run_with_timeout(flush, FLUSH_SECONDS) == errno.ETIMEDOUT else 0
     for _ in range(_MAX_STACKED):
         if not _is_mounted(mount):
@@ -163,7 +163,7 @@ def _unmount(mount: Mount) -> None:
 
 
 def _run_with_timeout(work: Callable[[], int], seconds: float) -> int:
-    """Run ``work``, which returns 0 or sets errno, in a child process. Returns its errno, or ETIMEDOUT."""
+    """Run ``work`` in a child process. Returns 0 if ``work`` returns 0, otherwise its errno, or ETIMEDOUT."""
     child = os.fork()
     if not child:
         try:
@@ -181,7 +181,7 @@ def _run_with_timeout(work: Callable[[], int], seconds: float) -> int:
             return os.WEXITSTATUS(status) if os.WIFEXITED(status) else errno.EIO
         if time.monotonic() > deadline:
             os.kill(child, signal.SIGKILL)
-            # Even a killed process can hang on the server, so a thread waits for it.
+            # Even a killed process can hang on the server, so wait for it in a thread.
             threading.Thread(target=os.waitpid, args=(child, 0), daemon=True).start()
             return errno.ETIMEDOUT
         time.sleep(_POLL_SECONDS)
@@ -218,7 +218,7 @@ def _load() -> list[Mount]:
 
 
 def _save(mounts: list[Mount]) -> None:
-    new = f"{STATE}.new"
-    with open(new, "w") as file:
+    temporary = f"{STATE}.new"
+    with open(temporary, "w") as file:
         json.dump(mounts, file)
-    os.replace(new, STATE)
+    os.replace(temporary, STATE)

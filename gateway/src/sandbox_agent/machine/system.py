@@ -1,4 +1,4 @@
-"""System calls and kernel interfaces: bind mounts, entropy, the clock. Constants and structures are those of Linux."""
+"""Interfaces to the kernel for mounts, entropy, the clock and the network. All constants are those of Linux."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ FIFREEZE = 0xC0045877
 FITHAW = 0xC0045878
 
 CLOCK_TOLERANCE = 0.05
-"""Seconds by which the clock may deviate: the request itself took some time."""
+"""Seconds by which the clock may be wrong before it is set, because the request itself took some time."""
 
 
 def bind_mount(source: str, target: str) -> None:
@@ -33,7 +33,10 @@ def bind_mount(source: str, target: str) -> None:
 
 
 def sync_file_system(path: str) -> None:
-    """Sync only the file system that contains ``path``: sync(2) would also wait for a hanging network volume."""
+    """Sync the file system that contains ``path``.
+
+    On Linux, other file systems are not synced, because sync(2) would wait for a network volume that hangs.
+    """
     if not LINUX:
         os.sync()
         return
@@ -46,7 +49,7 @@ def sync_file_system(path: str) -> None:
 
 
 def add_entropy(seed: bytes) -> None:
-    """Credit ``seed`` to the kernel's pool, and reseed the generator from it."""
+    """Add ``seed`` to the kernel's entropy pool, credit its entropy, and reseed the random number generator."""
     fd = os.open("/dev/urandom", os.O_WRONLY)
     try:
         fcntl.ioctl(fd, RNDADDENTROPY, struct.pack("ii", len(seed) * 8, len(seed)) + seed)
@@ -60,35 +63,35 @@ def set_clock(now: float) -> None:
         time.clock_settime(time.CLOCK_REALTIME, now)
 
 
-def follow_generation() -> None:
-    """Unmask the ACPI event of a new VM generation only if the kernel has the driver for it.
+def set_generation_interrupt() -> None:
+    """Unmask the ACPI event of a new VM generation if the kernel has the driver for it; mask it otherwise.
 
-    Without the driver, each fork would start by interpreting ACPI code to no effect.
+    Without the driver, the kernel would interpret useless ACPI code at the start of each fork.
     """
     if os.path.isdir("/sys/bus/acpi/devices/QEMUVGID:00"):
-        listens = os.path.isdir("/sys/bus/acpi/drivers/vmgenid")
+        has_driver = os.path.isdir("/sys/bus/acpi/drivers/vmgenid")
         # The kernel refuses to set the state that is already set.
         with suppress(OSError), open("/sys/firmware/acpi/interrupts/gpe05", "w") as event:
-            event.write("unmask\n" if listens else "mask\n")
+            event.write("unmask\n" if has_driver else "mask\n")
 
 
 def grow_file_system(path: str = "/") -> None:
     """Grow the ext4 file system at ``path`` to the size of its device."""
     device = os.stat(path).st_dev
     name = os.path.basename(os.readlink(f"/sys/dev/block/{os.major(device)}:{os.minor(device)}"))
-    done = subprocess.run(
+    result = subprocess.run(
         ["resize2fs", f"/dev/{name}"],
         env={"PATH": "/usr/sbin:/sbin:/usr/bin:/bin"},
         stdin=subprocess.DEVNULL,
         capture_output=True,
         timeout=300,
     )
-    if done.returncode:
-        raise OSError(0, f"resize2fs: {done.stderr.decode(errors='replace').strip()}")
+    if result.returncode:
+        raise OSError(0, f"resize2fs: {result.stderr.decode(errors='replace').strip()}")
 
 
-def boot_id() -> str:
-    """Return the id of this boot; "" if the kernel has none."""
+def read_boot_id() -> str:
+    """Return the boot id; "" if the kernel has none."""
     try:
         with open("/proc/sys/kernel/random/boot_id") as file:
             return file.read().strip()
@@ -96,10 +99,10 @@ def boot_id() -> str:
         return ""
 
 
-def gateway_address() -> str:
-    """Return the address of the default route's gateway; "" if there is none."""
+def find_gateway_address() -> str:
+    """Return the address of the default gateway; "" if there is none."""
     if not LINUX:
-        return _gateway_from_route()
+        return _find_gateway_on_freebsd()
     try:
         with open("/proc/net/route") as file:
             lines = file.read().splitlines()[1:]
@@ -112,13 +115,13 @@ def gateway_address() -> str:
     return ""
 
 
-def _gateway_from_route() -> str:
-    """Return the default route's gateway from the output of FreeBSD's ``route``."""
+def _find_gateway_on_freebsd() -> str:
+    """Parse the address of the default gateway from the output of FreeBSD's ``route``."""
     try:
-        done = subprocess.run(["/sbin/route", "-n", "get", "default"], capture_output=True, timeout=5, text=True)
+        result = subprocess.run(["/sbin/route", "-n", "get", "default"], capture_output=True, timeout=5, text=True)
     except (OSError, subprocess.SubprocessError):
         return ""
-    for line in done.stdout.splitlines():
+    for line in result.stdout.splitlines():
         key, _, value = line.partition(":")
         if key.strip() == "gateway":
             return value.strip()

@@ -1,4 +1,4 @@
-"""Users of the sandbox: a request's user, home directories, relative paths, ownership."""
+"""Users of the sandbox: find the user of a request, resolve paths, set owners."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class User:
         self.shell = entry.pw_shell or "/bin/sh"
 
     def path(self, path: str) -> str:
-        """Resolve ``path``: relative paths and ``~`` start at the user's home; "" is the home itself."""
+        """Return ``path`` as an absolute path. Relative paths start at the user's home, which is also "" and ``~``."""
         if "\0" in path:
             raise invalid("a path cannot contain a NUL character")
         require_encodable(path)
@@ -31,8 +31,8 @@ class User:
             path = path[2:]
         return os.path.normpath(os.path.join(self.home, path))
 
-    def own(self, target: str | int) -> None:
-        """Make the user the owner of a new file (path or descriptor), if the agent runs as root."""
+    def take_ownership(self, target: str | int) -> None:
+        """Make the user the owner of ``target``, a path or descriptor of a new file, if the agent runs as root."""
         if os.geteuid() == 0 and self.uid != 0:
             os.chown(target, self.uid, self.gid)
 
@@ -45,18 +45,18 @@ class User:
             if parent == path:
                 break
             path = parent
-        for step in reversed(missing):
+        for directory in reversed(missing):
             try:
-                os.mkdir(step)
+                os.mkdir(directory)
             except FileExistsError:
-                if not os.path.isdir(step):
-                    raise Failure("invalid_argument", f"{step} exists and is not a directory") from None
+                if not os.path.isdir(directory):
+                    raise Failure("invalid_argument", f"{directory} exists and is not a directory") from None
             else:
-                self.own(step)
+                self.take_ownership(directory)
 
 
 def require_encodable(*texts: str) -> None:
-    """Raise Failure if the system cannot encode one of ``texts``; ``\\udc80`` to ``\\udcff`` stand for single bytes."""
+    """Raise Failure if one of ``texts`` cannot be encoded. ``\\udc80`` to ``\\udcff`` represent single bytes."""
     try:
         for text in texts:
             os.fsencode(text)
@@ -65,7 +65,7 @@ def require_encodable(*texts: str) -> None:
 
 
 def find_user(name: str) -> User:
-    """Find the user called ``name``; "" is the user that the agent runs as, normally root."""
+    """Return the user called ``name``, or for "" the user that the agent runs as, normally root."""
     try:
         if name:
             return User(pwd.getpwnam(name))
@@ -76,17 +76,19 @@ def find_user(name: str) -> User:
 
 def user_of(request: Request) -> User:
     """Return the user named by ``Authorization: Basic base64("user:")``."""
-    return find_user(_basic(request.headers.get("authorization", "")))
+    return find_user(_parse_basic(request.headers.get("authorization", "")))
 
 
-def _basic(header: str) -> str:
+def _parse_basic(header: str) -> str:
     scheme, _, value = header.partition(" ")
     if scheme.lower() != "basic":
         return ""
     try:
         return binascii.a2b_base64(value).decode().partition(":")[0]
     except ValueError:
-        raise Failure("unauthenticated", "the Authorization header is not Basic base64(user:)") from None
+        raise Failure(
+            "unauthenticated", "the Authorization header is not valid: it must be Basic base64(user:)"
+        ) from None
 
 
 def user_name(uid: int) -> str:

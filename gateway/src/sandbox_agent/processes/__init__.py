@@ -1,1 +1,1 @@
-"""Start commands and terminals, transfer their input and output, and send signals."""
+"""Start commands and terminals, transfer their input and output, and send them signals."""

@@ -1,4 +1,4 @@
-"""Start processes for users, and monitor them through descriptors."""
+"""Start processes as a user of the sandbox, and wait for them through file descriptors."""
 
 from __future__ import annotations
 
@@ -20,19 +20,19 @@ if TYPE_CHECKING:
     from sandbox_agent.machine.users import User
 
 DEFAULT_PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
-PIECE = 64 << 10
+PIECE_SIZE = 64 << 10
 
 
-class NotStarted(Failure):
-    """The command cannot be run; ``exit_code`` is the code that a shell would report (126 or 127)."""
+class StartFailure(Failure):
+    """The command cannot be run. ``exit_code``: the code that a shell would report, 126 or 127."""
 
     def __init__(self, command: str, error: OSError) -> None:
         super().__init__("invalid_argument", f"cannot run {command!r}: {error.strerror or error}")
         self.exit_code = 127 if isinstance(error, FileNotFoundError) else 126
 
 
-def environment(user: User, *layers: dict[str, str]) -> dict[str, str]:
-    """Return the environment of a process: a login's variables, overridden by each of ``layers``."""
+def build_environment(user: User, *layers: dict[str, str]) -> dict[str, str]:
+    """Return the environment of a new process: the variables of a login, updated with each of ``layers`` in order."""
     env = {
         "PATH": os.environ.get("PATH") or DEFAULT_PATH,
         "HOME": user.home,
@@ -59,13 +59,14 @@ def spawn(
 ) -> subprocess.Popen[bytes]:
     """Start ``argv`` as ``user``, in a new session and process group.
 
-    ``program``: the file to run, if not ``argv[0]``. ``terminal``: the three descriptors are a terminal, which becomes
-    the controlling terminal. Raises NotStarted, or Failure for an unsuitable user or directory.
+    ``program``: the file to run instead of ``argv[0]``; ``terminal``: the three descriptors are a terminal, which
+    becomes the controlling terminal. Raises StartFailure if the command cannot be run, and Failure if the user or the
+    directory cannot be used.
     """
     directory = user.path(cwd)
     if not os.path.isdir(directory):
         if cwd:
-            raise invalid(f"the working directory {directory} does not exist")
+            raise invalid(f"the working directory {directory} does not exist: create it first")
         directory = "/"
     try:
         return subprocess.Popen(
@@ -83,7 +84,7 @@ def spawn(
         )
     except OSError as error:
         if error.filename == (program or argv[0]):
-            raise NotStarted(error.filename, error) from None
+            raise StartFailure(error.filename, error) from None
         raise from_os_error(error) from None
     except subprocess.SubprocessError as error:
         raise Failure("internal", f"cannot run {argv[0]!r}: {error}") from None
@@ -93,7 +94,7 @@ def _user_arguments(user: User) -> dict[str, Any]:
     if user.uid == os.geteuid():
         return {}
     if os.geteuid() != 0:
-        raise Failure("permission_denied", f"the agent does not run as root and cannot run commands as {user.name}")
+        raise Failure("permission_denied", f"the agent does not run as root, so it cannot run commands as {user.name}")
     return {"user": user.uid, "group": user.gid, "extra_groups": os.getgrouplist(user.name, user.gid)}
 
 
@@ -102,16 +103,16 @@ def _set_controlling_terminal() -> None:
 
 
 def open_terminal(user: User, cols: int, rows: int) -> tuple[int, int]:
-    """Open a terminal owned by ``user``. Returns two descriptors: the agent's and the process's."""
-    ours, theirs = os.openpty()
+    """Open a terminal owned by ``user``. Returns a descriptor for the agent and one for the process."""
+    agent_fd, process_fd = os.openpty()
     try:
-        resize_terminal(ours, cols, rows)
-        user.own(theirs)
+        resize_terminal(agent_fd, cols, rows)
+        user.take_ownership(process_fd)
     except OSError:
-        os.close(ours)
-        os.close(theirs)
+        os.close(agent_fd)
+        os.close(process_fd)
         raise
-    return ours, theirs
+    return agent_fd, process_fd
 
 
 def resize_terminal(fd: int, cols: int, rows: int) -> None:
@@ -121,8 +122,8 @@ def resize_terminal(fd: int, cols: int, rows: int) -> None:
         raise invalid(f"cols {cols} and rows {rows} must be between 0 and 65535") from None
 
 
-def exit_descriptor(pid: int) -> int:
-    """Return a descriptor that becomes readable when the process ends. The caller still has to wait for the process."""
+def open_exit_descriptor(pid: int) -> int:
+    """Return a descriptor that becomes readable when the process ends. The caller must still wait for the process."""
     if hasattr(os, "pidfd_open"):
         try:
             return os.pidfd_open(pid)
@@ -139,7 +140,7 @@ def exit_descriptor(pid: int) -> int:
 
 
 def signal_group(process: subprocess.Popen[bytes], number: int) -> None:
-    """Signal the process group of a process that has not been waited for yet."""
+    """Send a signal to the group of a process that the caller has not waited for yet."""
     try:
         os.killpg(process.pid, number)
     except ProcessLookupError:
@@ -153,16 +154,16 @@ def kill_group(process: subprocess.Popen[bytes]) -> None:
 
 
 def read_available(fd: int) -> bytes:
-    """Return the bytes that can be read without waiting; b"" also at the end."""
+    """Return the bytes that can be read without waiting; b"" if there are none or at the end."""
     poll = select.poll()
     poll.register(fd, select.POLLIN)
     return (read_some(fd) or b"") if poll.poll(0) else b""
 
 
 def read_some(fd: int) -> bytes | None:
-    """Read a piece; b"" at the end (EIO on a terminal), None if nothing is available."""
+    """Return available bytes; b"" at the end (EIO on a terminal), None if no bytes are available."""
     try:
-        return os.read(fd, PIECE)
+        return os.read(fd, PIECE_SIZE)
     except BlockingIOError:
         return None
     except OSError:
@@ -170,17 +171,17 @@ def read_some(fd: int) -> bytes | None:
 
 
 def drain(fds: list[int]) -> None:
-    """Read and discard each descriptor to its end, then close it.
+    """Read each descriptor to its end, discard the data, and close the descriptor.
 
-    An ended process may leave children that still write to its output; without a reader, SIGPIPE would kill them.
+    Children of a process that has ended may still write to its output. Without a reader, SIGPIPE would kill them.
     """
     poll = select.poll()
     for fd in fds:
         poll.register(fd, select.POLLIN)
-    left = set(fds)
-    while left:
+    open_fds = set(fds)
+    while open_fds:
         for fd, _ in poll.poll():
             if read_some(fd) == b"":
                 poll.unregister(fd)
-                left.discard(fd)
+                open_fds.discard(fd)
                 os.close(fd)

@@ -1,4 +1,4 @@
-"""``POST /exec``: runs a command to its end and returns all of its output."""
+"""``POST /exec``: run a command until it exits, and return all of its output."""
 
 from __future__ import annotations
 
@@ -21,30 +21,33 @@ if TYPE_CHECKING:
     from sandbox_agent.http.wire import Reply, Request
 
 MAX_OUTPUT = 16 << 20
-"""Bytes kept of each of stdout and stderr; the rest is discarded."""
-DEFAULT_SECONDS = 60.0
+"""Maximum number of bytes to return of stdout and of stderr. The rest is discarded."""
+DEFAULT_TIMEOUT_SECONDS = 60.0
 
 
-class Execute:
+class ExecHandler:
     def __init__(self, default_env: Callable[[], dict[str, str]]) -> None:
         self._default_env = default_env
 
     def handle(self, request: Request, reply: Reply) -> None:
         """``{args, env?, cwd?, user?, timeout?, stdin?}`` → ``{exitCode, stdout, stderr, timedOut, truncated}``.
 
-        ``timeout`` in seconds, by default 60; ``stdin``, ``stdout`` and ``stderr`` in base64. exitCode is 128 + n if
-        signal n ended the process, 127 if the command does not exist, 126 if it cannot be run (stderr has the reason).
+        ``timeout`` is in seconds (default 60); ``stdin``, ``stdout`` and ``stderr`` are in base64. ``exitCode`` is 128
+        + n if signal n ended the process, 127 if the command does not exist, and 126 if it cannot be run. In the last
+        two cases, stderr contains the reason.
         """
         message = request.json()
         argv = get_strings(message, "args")
         if not argv or not argv[0]:
             raise invalid("the field args must contain a command")
         user = users.find_user(get_text(message, "user")) if message.get("user") else users.user_of(request)
-        env = child.environment(user, self._default_env(), get_variables(message, "env"))
-        run = Run(get_bytes(message, "stdin"), get_number(message, "timeout", default=DEFAULT_SECONDS, most=1e6))
+        env = child.build_environment(user, self._default_env(), get_variables(message, "env"))
+        run = CommandRun(
+            get_bytes(message, "stdin"), get_number(message, "timeout", default=DEFAULT_TIMEOUT_SECONDS, maximum=1e6)
+        )
         try:
             code = run.run(argv, user, env, get_text(message, "cwd"))
-        except child.NotStarted as failure:
+        except child.StartFailure as failure:
             code = failure.exit_code
             run.output[1] = [failure.message.encode() + b"\n"]
         reply.json(
@@ -58,8 +61,8 @@ class Execute:
         )
 
 
-class Run:
-    """One run of a command; ``output``: pieces of stdout and of stderr."""
+class CommandRun:
+    """A single run of a command. ``output``: the pieces of stdout and those of stderr."""
 
     def __init__(self, stdin: bytes, seconds: float) -> None:
         self.output: list[list[bytes]] = [[], []]
@@ -67,7 +70,7 @@ class Run:
         self.truncated = False
         self._sizes = [0, 0]
         self._stdin = memoryview(stdin)
-        self._until = time.monotonic() + seconds
+        self._deadline = time.monotonic() + seconds
 
     def run(self, argv: list[str], user: users.User, env: dict[str, str], cwd: str) -> int:
         pipe = subprocess.PIPE
@@ -75,43 +78,43 @@ class Run:
         process = child.spawn(argv, user=user, env=env, cwd=cwd, stdin=source, stdout=pipe, stderr=pipe)
         assert process.stdout and process.stderr
         outputs = {process.stdout.fileno(): 0, process.stderr.fileno(): 1}
-        exited = child.exit_descriptor(process.pid)
+        exit_fd = child.open_exit_descriptor(process.pid)
         try:
-            self._run_command(process, outputs, exited)
+            self._run_command(process, outputs, exit_fd)
         except BaseException:
             child.kill_group(process)
             raise
         finally:
-            os.close(exited)
+            os.close(exit_fd)
             code = process.wait()
             if process.stdin:
                 process.stdin.close()
             self._collect(process, outputs)
         return code if code >= 0 else 128 - code
 
-    def _run_command(self, process: subprocess.Popen[bytes], outputs: dict[int, int], exited: int) -> None:
-        """Feed and read the process until it ends; kill it when its time is up."""
+    def _run_command(self, process: subprocess.Popen[bytes], outputs: dict[int, int], exit_fd: int) -> None:
+        """Transfer input and output until the process ends, and kill its group at the deadline."""
         poll = select.poll()
-        poll.register(exited, select.POLLIN)
+        poll.register(exit_fd, select.POLLIN)
         for fd in outputs:
             poll.register(fd, select.POLLIN)
-        feed = -1
+        stdin_fd = -1
         if process.stdin:
-            feed = process.stdin.fileno()
-            os.set_blocking(feed, False)
-            poll.register(feed, select.POLLOUT)
+            stdin_fd = process.stdin.fileno()
+            os.set_blocking(stdin_fd, False)
+            poll.register(stdin_fd, select.POLLOUT)
         while True:
-            left = self._until - time.monotonic()
-            if left <= 0 and not self.timed_out:
+            remaining = self._deadline - time.monotonic()
+            if remaining <= 0 and not self.timed_out:
                 self.timed_out = True
                 child.kill_group(process)
-            ready = [fd for fd, _ in poll.poll(None if self.timed_out else left * 1000 + 1)]
+            ready = [fd for fd, _ in poll.poll(None if self.timed_out else remaining * 1000 + 1)]
             for fd in ready:
-                if fd == feed:
+                if fd == stdin_fd:
                     self._feed(process, poll)
-                elif fd != exited and self._read_output(fd, outputs[fd]):
+                elif fd != exit_fd and self._read_output(fd, outputs[fd]):
                     poll.unregister(fd)
-            if exited in ready:
+            if exit_fd in ready:
                 return
 
     def _feed(self, process: subprocess.Popen[bytes], poll: select.poll) -> None:
@@ -128,7 +131,7 @@ class Run:
             process.stdin.close()
 
     def _read_output(self, fd: int, stream: int) -> bool:
-        """Read a piece of an output; True at its end."""
+        """Read available bytes of an output. Returns True at its end."""
         data = child.read_some(fd)
         if data:
             self._append(stream, data)
@@ -143,8 +146,8 @@ class Run:
         self.output[stream].append(data)
 
     def _collect(self, process: subprocess.Popen[bytes], outputs: dict[int, int]) -> None:
-        """Read the rest of the pipes; if a child process still has them open, drain them for it."""
-        held = []
+        """Read the rest of the output. Keep draining a pipe in a thread if a child process still has it open."""
+        open_fds = []
         for fd, stream in outputs.items():
             budget = MAX_OUTPUT
             while budget > 0:
@@ -154,12 +157,12 @@ class Run:
                 self._append(stream, data)
                 budget -= len(data)
             if not _is_at_end(fd):
-                held.append(os.dup(fd))
+                open_fds.append(os.dup(fd))
         for pipe in (process.stdout, process.stderr):
             if pipe:
                 pipe.close()
-        if held:
-            threading.Thread(target=child.drain, args=(held,), daemon=True).start()
+        if open_fds:
+            threading.Thread(target=child.drain, args=(open_fds,), daemon=True).start()
 
 
 def _is_at_end(fd: int) -> bool:

@@ -1,4 +1,4 @@
-"""The output of a process: streamed to its followers; the tail is kept for later followers."""
+"""Stream the output of a process to its followers, and keep the tail for later followers."""
 
 from __future__ import annotations
 
@@ -11,87 +11,89 @@ TYPE_CHECKING = False
 if TYPE_CHECKING:
     Chunk = tuple[str, bytes]
 
-TAIL = 256 << 10
-"""Bytes kept for a later follower."""
-WINDOW = 1 << 20
-"""Bytes by which the slowest follower may lag before the process has to wait."""
-_OVERHEAD = 100
+TAIL_BYTES = 256 << 10
+"""Number of bytes to keep for later followers."""
+WINDOW_BYTES = 1 << 20
+"""Number of bytes by which the slowest follower may lag before the process is blocked."""
+_OVERHEAD_BYTES = 100
 
 
 class Output:
-    """Chunks ``(kind, data)`` in order, and finally the end event.
+    """A queue of chunks ``(kind, data)``, followed by the end event.
 
-    Without followers the process never waits; with followers it waits for the slowest.
+    The slowest follower limits the speed of the process. Without followers, the process is never blocked.
     """
 
     def __init__(self) -> None:
         self._changed = threading.Condition()
         self._chunks: deque[Chunk] = deque()
         self._size = 0
-        self._first = 0
+        self._first_position = 0
         self._followers: set[Follower] = set()
-        self.ending: dict[str, object] | None = None
+        self.end_event: dict[str, object] | None = None
 
     def wait_for_room(self, timeout: float | None) -> bool:
-        """Wait until there is room for more output; False after ``timeout`` seconds."""
+        """Wait until there is room for more output. Returns False if there is none after ``timeout`` seconds."""
         with self._changed:
             return self._changed.wait_for(self._has_room, timeout)
 
     def put(self, kind: str, data: bytes) -> None:
         with self._changed:
             self._chunks.append((kind, data))
-            self._size += len(data) + _OVERHEAD
+            self._size += len(data) + _OVERHEAD_BYTES
             self._trim()
             self._changed.notify_all()
 
-    def end(self, ending: dict[str, object]) -> None:
+    def end(self, end_event: dict[str, object]) -> None:
         with self._changed:
-            self.ending = ending
+            self.end_event = end_event
             self._changed.notify_all()
 
     def follow(self) -> Follower:
-        """Return a follower that starts with the tail."""
+        """Return a new follower, which starts at the beginning of the tail."""
         with self._changed:
-            follower = Follower(self, self._first)
+            follower = Follower(self, self._first_position)
             self._followers.add(follower)
             return follower
 
     def _has_room(self) -> bool:
         self._trim()
-        return self._size <= WINDOW
+        return self._size <= WINDOW_BYTES
 
     def _trim(self) -> None:
-        needed = min((follower.position for follower in self._followers), default=self._first + len(self._chunks))
-        while self._size > TAIL and self._first < needed:
-            self._size -= len(self._chunks.popleft()[1]) + _OVERHEAD
-            self._first += 1
+        first_needed = min(
+            (follower.position for follower in self._followers), default=self._first_position + len(self._chunks)
+        )
+        while self._size > TAIL_BYTES and self._first_position < first_needed:
+            self._size -= len(self._chunks.popleft()[1]) + _OVERHEAD_BYTES
+            self._first_position += 1
 
 
 class Follower:
-    """A reader of an Output. Close it after use."""
+    """A reader of an Output. Callers must close it."""
 
     def __init__(self, output: Output, position: int) -> None:
         self._output = output
         self.position = position
 
     def take(self, timeout: float | None) -> tuple[list[Chunk], dict[str, object] | None]:
-        """Wait at most ``timeout`` seconds for new chunks. Returns them, and the end event after the last chunk."""
+        """Wait at most ``timeout`` seconds for new chunks. Returns them, with the end event if they are the last."""
         output = self._output
-        until = None if timeout is None else time.monotonic() + timeout
+        deadline = None if timeout is None else time.monotonic() + timeout
         with output._changed:
             while True:
-                start = self.position - output._first
+                start = self.position - output._first_position
                 chunks = list(islice(output._chunks, start, None))
-                if chunks or output.ending is not None:
+                if chunks or output.end_event is not None:
                     break
-                left = None if until is None else until - time.monotonic()
-                if left is not None and left <= 0:
+                remaining = None if deadline is None else deadline - time.monotonic()
+                if remaining is not None and remaining <= 0:
                     break
-                output._changed.wait(left)
+                output._changed.wait(remaining)
             self.position += len(chunks)
             output._trim()
             output._changed.notify_all()
-            return chunks, output.ending
+            return chunks, output.end_event
 
     def close(self) -> None:
         with self._output._changed:

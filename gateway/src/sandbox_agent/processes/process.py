@@ -1,4 +1,4 @@
-"""Processes that outlive the requests that started them, and a table of all such processes."""
+"""Processes that keep running after the request that started them, and a table of these processes."""
 
 from __future__ import annotations
 
@@ -20,19 +20,19 @@ if TYPE_CHECKING:
     from sandbox_agent.machine.users import User
 
 KEEP_SECONDS = 60.0
-"""How long clients can still connect to an ended process."""
-MAX_KEPT = 32
+"""How long clients can connect to a process after it has ended."""
+MAX_ENDED = 32
 INPUT_SECONDS = 60.0
-"""How long to wait for a process to read its input."""
-_LEFTOVER = 1 << 20
+"""How long a process may take to read its input."""
+_MAX_LEFTOVER_BYTES = 1 << 20
 _TURN_MS = 200
-"""How long ``feed`` holds the input lock at a time."""
+"""Maximum time for which ``feed`` holds the input lock at once, in milliseconds."""
 
 
 class Process:
-    """A running or ended process.
+    """A process that is running or has ended.
 
-    ``config``: the client's request; ``overdue``: the process was killed at its deadline.
+    ``config``: the command of the client's request; ``overdue``: whether the process was killed at its deadline.
     """
 
     def __init__(
@@ -48,7 +48,11 @@ class Process:
         tag: str,
         config: dict[str, Any],
     ) -> None:
-        """Start the process. ``size``: (columns, rows) of a terminal, None for pipes; ``deadline``: when to kill it."""
+        """Start the process.
+
+        ``size``: columns and rows of its terminal, None for pipes; ``deadline``: the time on the monotonic clock at
+        which to kill it.
+        """
         self.tag = tag
         self.config = config
         self.output = Output()
@@ -67,7 +71,7 @@ class Process:
     def _start_on_terminal(
         self, argv: list[str], user: User, env: dict[str, str], cwd: str, size: tuple[int, int]
     ) -> None:
-        ours, theirs = child.open_terminal(user, *size)
+        agent_fd, process_fd = child.open_terminal(user, *size)
         program, argv = shell.resolve_program(argv, env.get("PATH", ""))
         try:
             self._child = child.spawn(
@@ -75,19 +79,19 @@ class Process:
                 user=user,
                 env=env,
                 cwd=cwd,
-                stdin=theirs,
-                stdout=theirs,
-                stderr=theirs,
+                stdin=process_fd,
+                stdout=process_fd,
+                stderr=process_fd,
                 terminal=True,
                 program=program,
             )
         except BaseException:
-            os.close(ours)
+            os.close(agent_fd)
             raise
         finally:
-            os.close(theirs)
-        self._outputs = {ours: "pty"}
-        self._input = os.dup(ours)
+            os.close(process_fd)
+        self._outputs = {agent_fd: "pty"}
+        self._input = os.dup(agent_fd)
         os.set_blocking(self._input, False)
 
     def _start_on_pipes(self, argv: list[str], user: User, env: dict[str, str], cwd: str, stdin: bool) -> None:
@@ -105,10 +109,10 @@ class Process:
             os.set_blocking(self._input, False)
 
     def pump(self) -> None:
-        """Move the output until the process ends, and record its exit status. Then discard its children's output."""
-        exited = child.exit_descriptor(self.pid)
+        """Forward the output until the process ends, and record its exit status. Then drain output of its children."""
+        exit_fd = child.open_exit_descriptor(self.pid)
         poll = select.poll()
-        poll.register(exited, select.POLLIN)
+        poll.register(exit_fd, select.POLLIN)
         for fd in self._outputs:
             poll.register(fd, select.POLLIN)
         while True:
@@ -119,16 +123,16 @@ class Process:
             if not ready:
                 self._kill_if_overdue()
             for fd in ready:
-                if fd != exited:
-                    self._move_output(fd, poll)
-            if exited in ready:
+                if fd != exit_fd:
+                    self._forward_output(fd, poll)
+            if exit_fd in ready:
                 break
-        os.close(exited)
+        os.close(exit_fd)
         self._collect()
         self.close_input()
         child.drain(list(self._outputs))
 
-    def _move_output(self, fd: int, poll: select.poll) -> None:
+    def _forward_output(self, fd: int, poll: select.poll) -> None:
         data = child.read_some(fd)
         if data:
             self.output.put(self._outputs[fd], data)
@@ -138,19 +142,19 @@ class Process:
             os.close(fd)
 
     def _collect(self) -> None:
-        """Read the rest of an ended process's output, then its exit status."""
+        """Read the rest of the output after the process has ended, then its exit status."""
         for fd, kind in self._outputs.items():
-            taken = 0
-            while taken < _LEFTOVER:
+            read_bytes = 0
+            while read_bytes < _MAX_LEFTOVER_BYTES:
                 data = child.read_available(fd)
                 if not data:
                     break
                 self.output.put(kind, data)
-                taken += len(data)
+                read_bytes += len(data)
         with self._state_lock:
             code = self._child.wait()
             self.ended_at = time.monotonic()
-        self.output.end(end_event(code))
+        self.output.end(make_end_event(code))
 
     def _seconds_left(self) -> float | None:
         return None if self._deadline is None else max(0.0, self._deadline - time.monotonic())
@@ -175,7 +179,7 @@ class Process:
             child.resize_terminal(self._input, cols, rows)
 
     def write(self, data: bytes, *, terminal: bool) -> None:
-        """Write ``data`` to the process. Raises Failure if it has no such input or does not read in time."""
+        """Write ``data`` to the process. Raises Failure if it has no such input or does not read for INPUT_SECONDS."""
         with self._input_lock:
             if terminal != self._terminal or self._input < 0:
                 kind = "terminal" if terminal else "standard input"
@@ -183,9 +187,9 @@ class Process:
             self._write(memoryview(data))
 
     def feed(self, data: bytes) -> None:
-        """Write the whole standard input, however long the process takes to read it, then close it."""
-        rest = memoryview(data)
-        while rest:
+        """Write ``data`` as the whole standard input, and close it. Waits without limit for the process to read."""
+        remaining = memoryview(data)
+        while remaining:
             with self._input_lock:
                 if self._input < 0:
                     return
@@ -193,7 +197,7 @@ class Process:
                 poll.register(self._input, select.POLLOUT)
                 try:
                     if poll.poll(_TURN_MS):
-                        rest = rest[os.write(self._input, rest) :]
+                        remaining = remaining[os.write(self._input, remaining) :]
                 except BlockingIOError:
                     continue
                 except OSError:
@@ -228,15 +232,15 @@ class Process:
                 self._input = -1
 
 
-class Table:
-    """A table of the processes that are running or ended recently."""
+class ProcessTable:
+    """The processes that are running or have ended recently."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._processes: dict[int, Process] = {}
 
     def add(self, process: Process) -> None:
-        """Add a process and start moving its output."""
+        """Add a process, and start to forward its output."""
         with self._lock:
             self._processes[process.pid] = process
             self._forget_ended()
@@ -247,31 +251,31 @@ class Table:
             return [process for process in self._processes.values() if not process.ended_at]
 
     def find(self, selector: Any, *, ended: bool = False) -> Process:
-        """Find the process by ``{"pid": n}`` or ``{"tag": "…"}``; ended processes only if ``ended``."""
+        """Find a process by ``{"pid": n}`` or ``{"tag": "…"}``. ``ended``: include processes that have ended."""
         selector = selector if isinstance(selector, dict) else {}
         pid, tag = selector.get("pid"), selector.get("tag")
         with self._lock:
             self._forget_ended()
-            found = [
+            matches = [
                 process
                 for process in self._processes.values()
                 if (process.pid == pid if pid else tag and process.tag == tag) and (ended or not process.ended_at)
             ]
-        if not found:
-            what = f"with pid {pid}" if pid else f"with tag {tag!r}"
-            raise Failure("not_found", f"process {what} not found")
-        return min(found, key=lambda process: bool(process.ended_at))
+        if not matches:
+            description = f"with pid {pid}" if pid else f"with tag {tag!r}"
+            raise Failure("not_found", f"process {description} not found")
+        return min(matches, key=lambda process: bool(process.ended_at))
 
     def _forget_ended(self) -> None:
         now = time.monotonic()
-        gone = sorted((p.ended_at, p.pid) for p in self._processes.values() if p.ended_at)
-        for index, (ended_at, pid) in enumerate(gone):
-            if now - ended_at > KEEP_SECONDS or len(gone) - index > MAX_KEPT:
+        ended = sorted((process.ended_at, process.pid) for process in self._processes.values() if process.ended_at)
+        for index, (ended_at, pid) in enumerate(ended):
+            if now - ended_at > KEEP_SECONDS or len(ended) - index > MAX_ENDED:
                 del self._processes[pid]
 
 
-def end_event(code: int) -> dict[str, object]:
-    """Return the end event for an exit code (negative: a signal), in envd's format."""
+def make_end_event(code: int) -> dict[str, object]:
+    """Return the end event for an exit code in envd's format. A negative code is the number of a signal."""
     if code < 0:
         try:
             name = signal.strsignal(-code) or str(-code)
@@ -287,7 +291,7 @@ def end_event(code: int) -> dict[str, object]:
 
 
 def _detach(pipe: Any) -> int:
-    """Take over a pipe's descriptor from the object around it."""
+    """Duplicate the descriptor of a pipe, and close the pipe."""
     fd = os.dup(pipe.fileno())
     pipe.close()
     return fd

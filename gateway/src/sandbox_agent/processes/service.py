@@ -1,4 +1,4 @@
-"""``process.Process``: envd's service for commands and terminals."""
+"""``process.Process``, the service of envd for commands and terminals."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ import threading
 import time
 
 from sandbox_agent.failure import Failure, invalid
-from sandbox_agent.http.connect import Stream, frame, streamed, unary
-from sandbox_agent.http.message import displayable, get_bytes, get_object, get_strings, get_text, get_variables
+from sandbox_agent.http.connect import Stream, encode_frame, streaming, unary
+from sandbox_agent.http.message import get_bytes, get_object, get_strings, get_text, get_variables, make_displayable
 from sandbox_agent.http.server import IDLE_SECONDS
 from sandbox_agent.machine import users
 from sandbox_agent.processes import child
-from sandbox_agent.processes.process import Process, Table
+from sandbox_agent.processes.process import Process, ProcessTable
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -25,21 +25,21 @@ if TYPE_CHECKING:
     from sandbox_agent.http.wire import Request
 
 INPUT_SILENCE_SECONDS = 3600.0
-_KEEPALIVE = frame(b'{"event":{"keepalive":{}}}')
+_KEEPALIVE = encode_frame(b'{"event":{"keepalive":{}}}')
 _SIGNALS = {"SIGNAL_SIGTERM": signal.SIGTERM, "SIGNAL_SIGKILL": signal.SIGKILL, 15: signal.SIGTERM, 9: signal.SIGKILL}
 
 
 class ProcessService:
-    def __init__(self, table: Table, default_env: Callable[[], dict[str, str]]) -> None:
-        """Create the service. ``default_env``: returns the variables that every new process gets."""
+    def __init__(self, table: ProcessTable, default_env: Callable[[], dict[str, str]]) -> None:
+        """Create the service. ``default_env``: a function that returns the variables of every new process."""
         self._table = table
         self._default_env = default_env
 
     def routes(self) -> dict[str, list[Route]]:
         return {
-            "/process.Process/Start": [streamed(self.start)],
-            "/process.Process/Connect": [streamed(self.connect)],
-            "/process.Process/StreamInput": [streamed(self.stream_input)],
+            "/process.Process/Start": [streaming(self.start)],
+            "/process.Process/Connect": [streaming(self.connect)],
+            "/process.Process/StreamInput": [streaming(self.stream_input)],
             "/process.Process/SendInput": [unary(self.send_input)],
             "/process.Process/CloseStdin": [unary(self.close_stdin)],
             "/process.Process/SendSignal": [unary(self.send_signal)],
@@ -50,38 +50,40 @@ class ProcessService:
     def start(self, request: Request, stream: Stream) -> None:
         """``{process: {cmd, args, envs, cwd}, pty?: {size}, tag?, stdin?, input?}`` → events until the process ends.
 
-        ``input``, an extension of envd's API, is the whole standard input in base64; the start event confirms it. The
-        process ends at the request's deadline, but not when the client hangs up.
+        ``input``, which envd's API does not have, is the whole standard input in base64. The start event confirms it.
+        The process is killed at the request's deadline, but not when the client hangs up.
         """
         message = stream.receive_only()
         config = get_object(message, "process")
         argv = [get_text(config, "cmd"), *get_strings(config, "args")]
         if not argv[0]:
-            raise invalid("the field process.cmd is missing")
+            raise invalid("the field process.cmd is missing: set it to the program to run")
         user = users.user_of(request)
         envs = get_variables(config, "envs")
         cwd = get_text(config, "cwd")
         tag = get_text(message, "tag")
         users.require_encodable(*argv, *envs, *envs.values(), cwd, tag)
-        given = get_bytes(message, "input") if "input" in message else None
-        if given is not None and "pty" in message:
-            raise invalid("input and pty exclude each other, as a terminal has no end of input: leave one of them out")
+        input_data = get_bytes(message, "input") if "input" in message else None
+        if input_data is not None and "pty" in message:
+            raise invalid(
+                "input and pty are mutually exclusive, because a terminal has no end of input: remove one of them"
+            )
         process = Process(
             argv,
             user=user,
-            env=child.environment(user, self._default_env(), envs),
+            env=child.build_environment(user, self._default_env(), envs),
             cwd=cwd,
             size=_terminal_size(message),
-            stdin=given is not None or message.get("stdin") is not False,
+            stdin=input_data is not None or message.get("stdin") is not False,
             deadline=stream.deadline,
             tag=tag,
-            config=_config(argv, envs, cwd),
+            config=_describe_config(argv, envs, cwd),
         )
-        # Follow the process before its output moves, so that the tail drops nothing.
-        self._follow(process, stream, lambda: self._table.add(process), given)
+        # Follow the process before its output is forwarded, so that no output is dropped.
+        self._follow(process, stream, lambda: self._table.add(process), input_data)
 
     def connect(self, request: Request, stream: Stream) -> None:
-        """``{process: selector}`` → the start event, the tail of the output, then events as they happen."""
+        """``{process: selector}`` → the start event, the tail of the output, then new events."""
         process = self._table.find(stream.receive_only().get("process"), ended=True)
         self._follow(process, stream)
 
@@ -90,28 +92,30 @@ class ProcessService:
         process: Process,
         stream: Stream,
         ready: Callable[[], None] = lambda: None,
-        given: bytes | None = None,
+        input_data: bytes | None = None,
     ) -> None:
         follower = process.output.follow()
         ready()
-        start = {"pid": process.pid}
-        if given is not None:
-            threading.Thread(target=process.feed, args=(given,), daemon=True).start()
-            start["input"] = True
-        pause = stream.keepalive
+        start_event = {"pid": process.pid}
+        if input_data is not None:
+            threading.Thread(target=process.feed, args=(input_data,), daemon=True).start()
+            start_event["input"] = True
+        interval = stream.keepalive
         try:
-            stream.send(frame(json.dumps({"event": {"start": start}}).encode()))
+            stream.send(encode_frame(json.dumps({"event": {"start": start_event}}).encode()))
             while True:
-                left = pause if stream.deadline is None else min(pause, max(0.0, stream.deadline - time.monotonic()))
-                chunks, ending = follower.take(left)
+                timeout = (
+                    interval if stream.deadline is None else min(interval, max(0.0, stream.deadline - time.monotonic()))
+                )
+                chunks, end_event = follower.take(timeout)
                 frames = b"".join([_data_frame(kind, data) for kind, data in chunks])
-                late = stream.deadline is not None and time.monotonic() >= stream.deadline
-                if late and (ending is None or process.overdue):
+                is_late = stream.deadline is not None and time.monotonic() >= stream.deadline
+                if is_late and (end_event is None or process.overdue):
                     if frames:
                         stream.send(frames)
                     raise Failure("deadline_exceeded", "the request's deadline passed before the process ended")
-                if ending is not None:
-                    stream.end(before=frames + frame(json.dumps({"event": {"end": ending}}).encode()))
+                if end_event is not None:
+                    stream.end(before=frames + encode_frame(json.dumps({"event": {"end": end_event}}).encode()))
                     return
                 stream.send(frames or _KEEPALIVE)
         finally:
@@ -123,14 +127,14 @@ class ProcessService:
         return {}
 
     def stream_input(self, request: Request, stream: Stream) -> None:
-        """Frames ``{start: {process: selector}}``, then any number of ``{data: {input}}`` or ``{keepalive}``."""
+        """A frame ``{start: {process: selector}}``, then any number of ``{data: {input}}`` and ``{keepalive}``."""
         # Some clients send no keepalives.
         stream.allow_silence(INPUT_SILENCE_SECONDS)
         try:
             self._receive_input(stream)
         finally:
             stream.allow_silence(IDLE_SECONDS)
-        stream.end(before=frame(b"{}"))
+        stream.end(before=encode_frame(b"{}"))
 
     def _receive_input(self, stream: Stream) -> None:
         process = None
@@ -140,7 +144,7 @@ class ProcessService:
                 process = self._table.find(get_object(message, "start").get("process"))
             elif "data" in message:
                 if process is None:
-                    raise invalid("the first message of StreamInput must be 'start'")
+                    raise invalid("the first message of StreamInput must contain 'start'")
                 _write_input(process, get_object(get_object(message, "data"), "input"))
             message = stream.receive()
 
@@ -149,7 +153,7 @@ class ProcessService:
         return {}
 
     def send_signal(self, request: Request, message: dict[str, Any]) -> dict[str, Any]:
-        """``{process: selector, signal: SIGNAL_SIGTERM|SIGNAL_SIGKILL}``, to the process group."""
+        """``{process: selector, signal: SIGNAL_SIGTERM|SIGNAL_SIGKILL}``. Signals the whole process group."""
         process = self._table.find(message.get("process"))
         number = _SIGNALS.get(message.get("signal", ""))
         if number is None:
@@ -166,33 +170,24 @@ class ProcessService:
         return {}
 
     def list(self, request: Request, message: dict[str, Any]) -> dict[str, Any]:
-        """→ ``{processes: [{config, pid, tag?}]}``, only running processes."""
-        return {
-            "processes": [
-                {
-                    "config": process.config,
-                    "pid": process.pid,
-                    **({"tag": displayable(process.tag)} if process.tag else {}),
-                }
-                for process in self._table.list_running()
-            ]
-        }
+        """→ ``{processes: [{config, pid, tag?}]}`` of the running processes."""
+        return {"processes": [_describe(process) for process in self._table.list_running()]}
 
 
 def _describe(process: Process) -> dict[str, Any]:
-    tag = {"tag": displayable(process.tag)} if process.tag else {}
+    tag = {"tag": make_displayable(process.tag)} if process.tag else {}
     return {"config": process.config, "pid": process.pid, **tag}
 
 
-def _config(argv: list[str], envs: dict[str, str], cwd: str) -> dict[str, Any]:
-    cmd, *args = map(displayable, argv)
-    named = {displayable(name): displayable(value) for name, value in envs.items()}
-    return {"cmd": cmd, "args": args, "envs": named, **({"cwd": displayable(cwd)} if cwd else {})}
+def _describe_config(argv: list[str], envs: dict[str, str], cwd: str) -> dict[str, Any]:
+    cmd, *args = map(make_displayable, argv)
+    variables = {make_displayable(name): make_displayable(value) for name, value in envs.items()}
+    return {"cmd": cmd, "args": args, "envs": variables, **({"cwd": make_displayable(cwd)} if cwd else {})}
 
 
 def _data_frame(kind: str, data: bytes) -> bytes:
     encoded = binascii.b2a_base64(data, newline=False)
-    return frame(b'{"event":{"data":{"%s":"%s"}}}' % (kind.encode(), encoded))
+    return encode_frame(b'{"event":{"data":{"%s":"%s"}}}' % (kind.encode(), encoded))
 
 
 def _write_input(process: Process, message: dict[str, Any]) -> None:
@@ -201,7 +196,7 @@ def _write_input(process: Process, message: dict[str, Any]) -> None:
 
 
 def _terminal_size(message: dict[str, Any]) -> tuple[int, int] | None:
-    """Return columns and rows from ``pty.size``; None without a ``pty``."""
+    """Return the columns and rows in ``pty.size``; None if there is no ``pty``."""
     if not message.get("pty"):
         return None
     size = get_object(message, "pty").get("size") or {}

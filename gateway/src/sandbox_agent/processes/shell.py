@@ -1,4 +1,4 @@
-"""Find a shell for clients that request /bin/bash in a sandbox without bash."""
+"""Find a shell for clients that run /bin/bash in a sandbox without it."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ def resolve_program(argv: list[str], path: str) -> tuple[str, list[str]]:
     """Return the program to run for ``argv``, and its arguments. ``path``: the variable PATH.
 
     E2B's ``commands.run`` and ``pty.create`` always use /bin/bash, which FreeBSD and some Linux systems do not have.
-    The replacement is a bash elsewhere in PATH, or else /bin/sh as a login shell: bash features then fail with the
-    shell's own error, which begins with "sh:".
+    It is replaced with a bash elsewhere in PATH, or else with /bin/sh as a login shell. In /bin/sh, bash features fail
+    with an error of the shell, which begins with "sh:".
     """
     if argv[0] != BASH or os.access(BASH, os.X_OK):
         return argv[0], argv
-    for place in path.split(":"):
-        elsewhere = os.path.join(place, "bash")
-        if place and os.path.isfile(elsewhere) and os.access(elsewhere, os.X_OK):
-            return elsewhere, argv
+    for directory in path.split(":"):
+        bash = os.path.join(directory, "bash")
+        if directory and os.path.isfile(bash) and os.access(bash, os.X_OK):
+            return bash, argv
     # Not every shell supports -l, but a leading dash in argv[0] makes any of them a login shell.
     if argv[1:3] == ["-l", "-c"]:
         return SH, ["-sh", *argv[2:]]

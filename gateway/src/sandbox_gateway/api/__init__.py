@@ -1,1 +1,1 @@
-"""HTTP: access/ authorises requests, native/ and forkd/ translate them for the engine, data_plane/ is a proxy."""
+"""The HTTP API: access/ authorises requests, native/ and forkd/ translate them, data_plane/ forwards them."""

@@ -25,8 +25,8 @@ from sandbox_gateway.engine.engine import Engine
 
 _DESCRIPTION = "Capture, fork and roll back sandboxes while they run."
 _ERRORS: dict[int | str, dict[str, Any]] = {
-    status: {"model": ErrorShape, "description": what}
-    for status, what in {
+    status: {"model": ErrorShape, "description": description}
+    for status, description in {
         400: "Invalid",
         401: "The key is missing or unknown",
         403: "The key's scope is not sufficient",
@@ -116,6 +116,6 @@ def _openapi(app: FastAPI) -> dict[str, Any]:
 
 def _hide_strict(operation: dict[str, Any]) -> None:
     """Hide the parameter `strict` of requests without a body."""
-    operation["parameters"] = [each for each in operation["parameters"] if each["name"] != "strict"]
+    operation["parameters"] = [parameter for parameter in operation["parameters"] if parameter["name"] != "strict"]
     if not operation["parameters"]:
         del operation["parameters"]

@@ -35,8 +35,8 @@ class Body(BaseModel):
 
     model_config = ConfigDict(extra="ignore", populate_by_name=True)
     ignored: ClassVar[frozenset[str]] = frozenset()
-    """Fields without effect that known clients send: there is no warning about them."""
+    """Fields without effect that known clients send; they cause no warning."""
 
-    def given(self, field: str) -> Any:
+    def value_or_unset(self, field: str) -> Any:
         """Return the value of ``field``, or UNSET if the caller did not send it."""
         return getattr(self, field) if field in self.model_fields_set else UNSET

@@ -22,21 +22,21 @@ from sandbox_gateway.log import Logger
 
 log = Logger("api")
 
-SHOWN = 80
-"""Maximum number of characters of a caller's input that an error repeats."""
-LISTED = 6
+MAX_SHOWN_CHARS = 80
+"""Maximum number of characters of a caller's input that an error message repeats."""
+MAX_LISTED_FIELDS = 6
 """Maximum number of fields that a validation error names."""
-LONGEST = 4000
+MAX_MESSAGE_CHARS = 4000
 """Maximum length of an error message, in characters."""
 RETRY_SECONDS = 1
-GONE = 499
+CLIENT_CLOSED_REQUEST = 499
 _MAX_DIGITS = 15
-SWITCHED = 101
+SWITCHING_PROTOCOLS = 101
 """The status recorded for an accepted WebSocket."""
 
 
 WARNING = "sandbox_gateway.warning"
-"""The key in an ASGI scope under which the `Warning` header of the answer is stored."""
+"""The key in an ASGI scope under which the `Warning` header of the response is stored."""
 
 
 class ErrorShape(BaseModel):
@@ -57,10 +57,10 @@ class ErrorShape(BaseModel):
 
 
 class ClientGone(Exception):
-    """The client disconnected before it received the answer."""
+    """The client disconnected before it received the response."""
 
 
-class Misframed(Invalid):
+class AmbiguousFraming(Invalid):
     """HTTP implementations could disagree about where this request ends, so its connection is closed."""
 
 
@@ -68,16 +68,16 @@ def clip(text: str, limit: int) -> str:
     return text if len(text) <= limit else text[: limit - 3] + "..."
 
 
-def body_of(
+def error_body(
     status: int, kind: str, message: str, blockers: Sequence[str] = (), details: Mapping[str, Any] | None = None
 ) -> dict[str, Any]:
     # A caller's input may contain lone surrogates, which cannot be encoded.
-    sentence = clip(message, LONGEST).encode(errors="replace").decode()
+    sentence = clip(message, MAX_MESSAGE_CHARS).encode(errors="replace").decode()
     body = {"code": status, "message": sentence, "error": sentence, "kind": kind, "blockers": list(blockers)}
     return {**body, "details": details} if details else body
 
 
-def answer(
+def error_response(
     status: int,
     kind: str,
     message: str,
@@ -85,82 +85,82 @@ def answer(
     headers: Mapping[str, str] | None = None,
     details: Mapping[str, Any] | None = None,
 ) -> JSONResponse:
-    more = {"Retry-After": str(RETRY_SECONDS)} if status in (429, 503) else {}
-    body = body_of(status, kind, message, blockers, details)
-    return JSONResponse(body, status, headers={**more, **(headers or {})})
+    retry_headers = {"Retry-After": str(RETRY_SECONDS)} if status in (429, 503) else {}
+    body = error_body(status, kind, message, blockers, details)
+    return JSONResponse(body, status, headers={**retry_headers, **(headers or {})})
 
 
-def answer_to(error: GatewayError) -> JSONResponse:
+def response_to(error: GatewayError) -> JSONResponse:
     headers = {"WWW-Authenticate": "Bearer"} if error.status == 401 else {}
-    if isinstance(error, Misframed | TooSlow):
+    if isinstance(error, AmbiguousFraming | TooSlow):
         headers["Connection"] = "close"
-    return answer(error.status, error.kind, error.message, error.blockers, headers, error.details)
+    return error_response(error.status, error.kind, error.message, error.blockers, headers, error.details)
 
 
 def register(app: FastAPI) -> None:
-    """Register handlers so that ``app`` answers all errors as ErrorShape."""
+    """Register handlers that convert all errors to ErrorShape responses."""
 
     @app.exception_handler(GatewayError)
-    async def _refused(_: Request, error: GatewayError) -> JSONResponse:
-        return answer_to(error)
+    async def _handle_gateway_error(_: Request, error: GatewayError) -> JSONResponse:
+        return response_to(error)
 
     @app.exception_handler(RequestValidationError)
-    async def _invalid(_: Request, error: RequestValidationError) -> JSONResponse:
-        return answer(400, "invalid", explain(error.errors()))
+    async def _handle_validation_error(_: Request, error: RequestValidationError) -> JSONResponse:
+        return error_response(400, "invalid", explain(error.errors()))
 
     @app.exception_handler(HTTPException)
-    async def _http(request: Request, error: HTTPException) -> JSONResponse:
+    async def _handle_http_exception(request: Request, error: HTTPException) -> JSONResponse:
         if isinstance(error.__cause__, GatewayError):
-            return answer_to(error.__cause__)
+            return response_to(error.__cause__)
         kind, message = _routing_error(request, error)
-        return answer(error.status_code, kind, message, headers=error.headers)
+        return error_response(error.status_code, kind, message, headers=error.headers)
 
 
 def _routing_error(request: Request, error: HTTPException) -> tuple[str, str]:
-    asked = f"{request.method} {clip(request.url.path, SHOWN)}"
+    request_line = f"{request.method} {clip(request.url.path, MAX_SHOWN_CHARS)}"
     if error.status_code == 404:
-        return "not_found", f"route {asked} not found: GET /openapi.json lists the routes"
+        return "not_found", f"route {request_line} not found: GET /openapi.json lists the routes"
     if error.status_code == 405:
         allowed = (error.headers or {}).get("Allow") or (error.headers or {}).get("allow") or "another method"
-        return "invalid", f"{asked} is not supported: this route accepts {allowed}"
+        return "invalid", f"{request_line} is not supported: this route accepts {allowed}"
     if error.status_code == 400:
         return "invalid", "the body cannot be read: send a JSON object, with Content-Type: application/json"
-    return "invalid", f"{asked}: {error.detail}"
+    return "invalid", f"{request_line}: {error.detail}"
 
 
 def explain(errors: Sequence[Any]) -> str:
     """Return one sentence that names each invalid field, the reason, and the shortened value."""
-    parts = [_field(item) for item in errors[:LISTED]]
-    if len(errors) > LISTED:
-        parts.append(f"and {len(errors) - LISTED} more")
+    parts = [_describe_field(item) for item in errors[:MAX_LISTED_FIELDS]]
+    if len(errors) > MAX_LISTED_FIELDS:
+        parts.append(f"and {len(errors) - MAX_LISTED_FIELDS} more")
     return "; ".join(parts)
 
 
-def _field(item: Mapping[str, Any]) -> str:
+def _describe_field(item: Mapping[str, Any]) -> str:
     if item["type"] == "json_invalid":
-        where, what = item["loc"][-1], item.get("ctx", {}).get("error", "cannot be read")
-        return f"the body is not valid JSON: {what} (at character {where})"
-    place = [str(step) for step in item["loc"][1:]]
-    if not place:
+        position, reason = item["loc"][-1], item.get("ctx", {}).get("error", "cannot be read")
+        return f"the body is not valid JSON: {reason} (at character {position})"
+    location = [str(step) for step in item["loc"][1:]]
+    if not location:
         if item["type"] == "missing":
             return "the request needs a body: a JSON object, with Content-Type: application/json"
         if item["type"] in ("model_attributes_type", "dict_type", "model_type"):
             return "the body must be a JSON object, with Content-Type: application/json"
-    name = clip(".".join(place) or str(item["loc"][0] if item["loc"] else "request"), SHOWN)
-    what = clip(item["msg"].removeprefix("Value error, "), 300)
+    name = clip(".".join(location) or str(item["loc"][0] if item["loc"] else "request"), MAX_SHOWN_CHARS)
+    reason = clip(item["msg"].removeprefix("Value error, "), 300)
     if item["type"] in ("missing", "value_error"):
-        return f"{name}: {'this field is required' if item['type'] == 'missing' else what}"
-    return f"{name}: {what} (got {_shorten(item.get('input'))})"
+        return f"{name}: {'this field is required' if item['type'] == 'missing' else reason}"
+    return f"{name}: {reason} (got {_shorten(item.get('input'))})"
 
 
 def _shorten(value: object) -> str:
     if isinstance(value, str | bytes):
-        value = value[:SHOWN]
+        value = value[:MAX_SHOWN_CHARS]
     elif isinstance(value, list | dict):
         return f"{'a list' if isinstance(value, list) else 'an object'} of {len(value)}"
     elif isinstance(value, int) and value.bit_length() > 200:
         return "a very large number"
-    return clip(repr(value), SHOWN)
+    return clip(repr(value), MAX_SHOWN_CHARS)
 
 
 class Guard:
@@ -174,40 +174,40 @@ class Guard:
         if scope["type"] not in ("http", "websocket"):
             await self.app(scope, receive, send)
             return
-        begun, status = time.perf_counter(), 0
+        started_at, status = time.perf_counter(), 0
 
-        async def watched(message: Message) -> None:
+        async def send_and_record(message: Message) -> None:
             nonlocal status
             if message["type"] in ("http.response.start", "websocket.http.response.start"):
                 status = message["status"]
                 if WARNING in scope:
                     MutableHeaders(scope=message)["Warning"] = scope[WARNING]
             elif message["type"] == "websocket.accept":
-                status = SWITCHED
+                status = SWITCHING_PROTOCOLS
             await send(message)
 
         try:
             _check_framing(scope)
-            await self.app(scope, receive, watched)
+            await self.app(scope, receive, send_and_record)
         except ClientGone:
-            status = status or GONE
+            status = status or CLIENT_CLOSED_REQUEST
         except GatewayError as error:
             if status:
                 raise
-            await answer_to(error)(scope, receive, watched)
+            await response_to(error)(scope, receive, send_and_record)
         except Exception as error:
             incident = secrets.token_hex(4)
-            log.error("bug", exc_info=True, incident=incident, method=_method(scope), path=scope["path"])
+            log.error("bug", exc_info=True, incident=incident, method=_method_of(scope), path=scope["path"])
             if status:
                 raise ConnectionError(f"incident {incident}") from error
-            await _incident(incident)(scope, receive, watched)
+            await _incident_response(incident)(scope, receive, send_and_record)
         finally:
-            self._note(scope, status, time.perf_counter() - begun)
+            self._record_request(scope, status, time.perf_counter() - started_at)
 
-    def _note(self, scope: Scope, status: int, seconds: float) -> None:
+    def _record_request(self, scope: Scope, status: int, seconds: float) -> None:
         route = getattr(scope.get("route"), "path", "") or scope.get("sandbox_gateway.route", "other")
-        method = _method(scope)
-        self.metrics.request(method, route, status, seconds)
+        method = _method_of(scope)
+        self.metrics.record_request(method, route, status, seconds)
         caller = scope.get("sandbox_gateway.caller")
         write = log.debug if method in ("GET", "HEAD") and status < 500 else log.info
         write(
@@ -223,19 +223,19 @@ class Guard:
 def _check_framing(scope: Scope) -> None:
     fields = dict(scope["headers"])
     if b"content-length" in fields and b"transfer-encoding" in fields:
-        raise Misframed("the request has both Content-Length and Transfer-Encoding: send one of them")
+        raise AmbiguousFraming("the request has both Content-Length and Transfer-Encoding: send one of them")
     if len(fields.get(b"content-length", b"")) > _MAX_DIGITS:
         # A service inside may parse it as a 64-bit number and read a different length.
-        raise Misframed(f"Content-Length has more than {_MAX_DIGITS} digits: send the length of the body")
+        raise AmbiguousFraming(f"Content-Length has more than {_MAX_DIGITS} digits: send the length of the body")
 
 
-def _method(scope: Scope) -> str:
+def _method_of(scope: Scope) -> str:
     method: str = scope.get("method", "GET")
     return method
 
 
-def _incident(incident: str) -> JSONResponse:
-    return answer(
+def _incident_response(incident: str) -> JSONResponse:
+    return error_response(
         500,
         "internal",
         f"internal error in the gateway: please report incident {incident} with the gateway's log",

@@ -25,12 +25,12 @@ async def events(
     engine: EngineDep,
     operation: Annotated[str, Query(max_length=64, description="Only events of this X-Operation-Id")] = "",
 ) -> StreamingResponse:
-    stream = _stream(engine.events, operation, request.app.state.closing)
-    return _Stream(stream, media_type="text/event-stream", headers={"Cache-Control": "no-cache"})
+    stream = _stream_events(engine.events, operation, request.app.state.closing)
+    return _EventStream(stream, media_type="text/event-stream", headers={"Cache-Control": "no-cache"})
 
 
-class _Stream(StreamingResponse):
-    """A response that closes its generator at the end.
+class _EventStream(StreamingResponse):
+    """A response that closes its generator when it ends.
 
     Starlette leaves the generator of a slow client to the garbage collector.
     """
@@ -44,33 +44,33 @@ class _Stream(StreamingResponse):
             await super().__call__(scope, receive, send)
 
 
-async def _stream(source: Events, operation: str, closing: asyncio.Event) -> AsyncGenerator[str, None]:
+async def _stream_events(source: Events, operation: str, closing: asyncio.Event) -> AsyncGenerator[str, None]:
     """Yield events until the gateway closes; a comment every HEARTBEAT_SECONDS keeps the connection open."""
-    ending = asyncio.ensure_future(closing.wait())
+    closing_task = asyncio.ensure_future(closing.wait())
     try:
         with source.subscribed() as events:
             yield ": connected\n\n"
             while not closing.is_set():
-                coming = asyncio.ensure_future(events.get())
+                event_task = asyncio.ensure_future(events.get())
                 try:
-                    tasks = {coming, ending}
+                    tasks = {event_task, closing_task}
                     await asyncio.wait(tasks, timeout=HEARTBEAT_SECONDS, return_when=asyncio.FIRST_COMPLETED)
                 finally:
-                    coming.cancel()
-                if not coming.done():
+                    event_task.cancel()
+                if not event_task.done():
                     yield ": alive\n\n"
                     continue
-                event = coming.result()
+                event = event_task.result()
                 if not operation or event.data.get("operation") == operation:
                     yield render(event)
     finally:
-        ending.cancel()
+        closing_task.cancel()
 
 
 def render(event: Event) -> str:
     data = {"at": event.at, **event.data}
-    return f"event: {event.type}\ndata: {json.dumps(data, default=_text)}\n\n"
+    return f"event: {event.type}\ndata: {json.dumps(data, default=_to_text)}\n\n"
 
 
-def _text(value: Any) -> str:
+def _to_text(value: Any) -> str:
     return value.isoformat() if hasattr(value, "isoformat") else str(value)

@@ -1,4 +1,4 @@
-"""Prometheus metrics: requests, inventory, pauses of captured sandboxes."""
+"""Prometheus metrics of requests, connections, sandboxes, snapshots and captures."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 _PAUSE_BUCKETS = (0.002, 0.005, 0.0075, 0.01, 0.015, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 5)
 _STATUSES = {str(status.value) for status in HTTPStatus} | {"499"}
-"""The allowed label values: Prometheus keeps each value, and guests choose the status of their answers."""
+"""The allowed label values: Prometheus keeps each value, and guests choose the status of their responses."""
 _REQUEST_BUCKETS = (0.001, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 120)
 
 router = APIRouter(tags=["gateway"])
@@ -53,7 +53,7 @@ class Metrics:
             "sandbox_gateway_memory_written_bytes", "Memory written by captures.", registry=self.registry
         )
 
-        self._degraded = Counter(
+        self._degraded_captures = Counter(
             "sandbox_gateway_captures_degraded",
             "Captures that did not use the best memory mode, by the mode used.",
             ("memory",),
@@ -62,7 +62,7 @@ class Metrics:
         self.connections = Gauge(
             "sandbox_gateway_connections", "TCP connections that are open.", registry=self.registry
         )
-        self._ended = Counter(
+        self._connection_ends = Counter(
             "sandbox_gateway_connections_ended",
             "TCP connections that were refused or cut off, by reason.",
             ("reason",),
@@ -70,20 +70,20 @@ class Metrics:
         )
 
     def record_connection_end(self, reason: str) -> None:
-        self._ended.labels(reason).inc()
+        self._connection_ends.labels(reason).inc()
 
-    def request(self, method: str, route: str, status: int, seconds: float) -> None:
-        known = method if method in ("GET", "HEAD", "POST", "PUT", "PATCH", "DELETE") else "other"
-        shown = str(status) if str(status) in _STATUSES else "other"
-        self._requests.labels(known, route, shown).observe(seconds)
+    def record_request(self, method: str, route: str, status: int, seconds: float) -> None:
+        method_label = method if method in ("GET", "HEAD", "POST", "PUT", "PATCH", "DELETE") else "other"
+        status_label = str(status) if str(status) in _STATUSES else "other"
+        self._requests.labels(method_label, route, status_label).observe(seconds)
 
     def record_capture(self, snapshot: Snapshot) -> None:
         self._pause.labels(snapshot.memory.value).observe(snapshot.pause_ms / 1000)
         self._memory.inc(snapshot.memory_bytes_written)
         if "degraded" in snapshot.host:
-            self._degraded.labels(snapshot.memory.value).inc()
+            self._degraded_captures.labels(snapshot.memory.value).inc()
 
-    def text(self) -> bytes:
+    def render(self) -> bytes:
         return generate_latest(self.registry)
 
 
@@ -99,8 +99,8 @@ class _Inventory(Collector):
         for state in SandboxState:
             sandboxes.add_metric([state.value], states[state.value])
         yield sandboxes
-        everything = self._engine.snapshots.list([SnapshotKind.SNAPSHOT, SnapshotKind.TEMPLATE])
-        kinds = Tally(snapshot.kind.value for snapshot in everything)
+        visible = self._engine.snapshots.list([SnapshotKind.SNAPSHOT, SnapshotKind.TEMPLATE])
+        kinds = Tally(snapshot.kind.value for snapshot in visible)
         snapshots = GaugeMetricFamily("sandbox_gateway_snapshots", "Visible snapshots, by kind.", labels=["kind"])
         for kind in ("snapshot", "template"):
             snapshots.add_metric([kind], kinds[kind])
@@ -112,4 +112,4 @@ class _Inventory(Collector):
 
 @router.get("/metrics", summary="Metrics for Prometheus", response_class=Response)
 async def metrics(request: Request) -> Response:
-    return Response(request.app.state.metrics.text(), media_type=CONTENT_TYPE_LATEST)
+    return Response(request.app.state.metrics.render(), media_type=CONTENT_TYPE_LATEST)

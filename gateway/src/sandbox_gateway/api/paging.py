@@ -30,8 +30,8 @@ def page(
     backwards = order == "desc"
     ordered = sorted(items, key=key, reverse=backwards)
     if token:
-        last = _decode(token, order)
-        ordered = [item for item in ordered if (key(item) < last if backwards else key(item) > last)]
+        last_key = _decode(token, order)
+        ordered = [item for item in ordered if (key(item) < last_key if backwards else key(item) > last_key)]
     if len(ordered) > limit:
         response.headers[HEADER] = _encode(key(ordered[limit - 1]), order)
     return ordered[:limit]
@@ -44,10 +44,10 @@ def _encode(key: Key, order: Order) -> str:
 
 def _decode(token: str, order: Order) -> Key:
     try:
-        at, ident, went = json.loads(base64.urlsafe_b64decode(token + "=" * (-len(token) % 4)))
-        moment = datetime.fromisoformat(at)
+        created_at, id, token_order = json.loads(base64.urlsafe_b64decode(token + "=" * (-len(token) % 4)))
+        time = datetime.fromisoformat(created_at)
     except (ValueError, TypeError, binascii.Error, RecursionError):
         raise Invalid("nextToken was not issued by this gateway: start again without it") from None
-    if not isinstance(ident, str) or moment.tzinfo is None or went != order:
+    if not isinstance(id, str) or time.tzinfo is None or token_order != order:
         raise Invalid("nextToken belongs to another list or order: start again without it")
-    return moment, ident
+    return time, id

@@ -14,14 +14,14 @@ from fastapi import Depends, Query, Request
 from pydantic import AliasChoices
 
 from sandbox_gateway.api.body import Body
-from sandbox_gateway.api.errors import SHOWN, WARNING, clip
+from sandbox_gateway.api.errors import MAX_SHOWN_CHARS, WARNING, clip
 from sandbox_gateway.errors import Invalid
 
-_NAMED = 24
+_MAX_NAMED_FIELDS = 24
 """Maximum number of fields that a warning or an error names."""
 _MAX_WARNING_LENGTH = 600
 """Maximum characters of the header. Servers and proxies limit the total size of headers, some to 4 KiB."""
-_READ = 100
+_MAX_LIST_ENTRIES = 100
 """Maximum number of list entries that are examined: no valid list of objects is longer."""
 _MAX_MATCHED_LENGTH = 40
 _UNPRINTABLE = re.compile(r'[^\x20-\x7e]|["\\]')
@@ -31,16 +31,16 @@ _UNPRINTABLE = re.compile(r'[^\x20-\x7e]|["\\]')
 class UnknownField:
     path: str
     """The path in the notation of validation errors: `volumeMounts.0.readonly`."""
-    close: str
+    similar: str
     """A known field of the same object with a similar name; empty if there is none."""
 
     @property
     def name(self) -> str:
         """Return ``path`` in a form that is safe in headers and sentences."""
-        return clip(_UNPRINTABLE.sub("?", self.path), SHOWN)
+        return clip(_UNPRINTABLE.sub("?", self.path), MAX_SHOWN_CHARS)
 
     def __str__(self) -> str:
-        return f"{self.name} (did you mean {self.close}?)" if self.close else self.name
+        return f"{self.name} (did you mean {self.similar}?)" if self.similar else self.name
 
 
 async def _check_fields(
@@ -53,24 +53,22 @@ async def _check_fields(
     if model is None:
         return
     try:
-        data = await request.json()  # FastAPI has parsed it, and Starlette keeps it.
+        data = await request.json()  # FastAPI has already parsed it, and Starlette caches the result.
     except (ValueError, RecursionError):
         return
-    found = list(islice(find_unknown(model, data), _NAMED + 1))
-    if found and strict:
-        noun = "field" if len(found) == 1 else "fields"
-        raise Invalid(
-            f"unknown {noun}: {_join_names([str(field) for field in found])}: correct or leave out each of them"
-        )
-    if found:
-        text = f"ignored fields: {_join_names([field.name for field in found])}"
+    unknown = list(islice(find_unknown_fields(model, data), _MAX_NAMED_FIELDS + 1))
+    if unknown and strict:
+        noun, pronoun = ("field", "it") if len(unknown) == 1 else ("fields", "them")
+        raise Invalid(f"unknown {noun}: {_join_names([str(field) for field in unknown])}: correct or remove {pronoun}")
+    if unknown:
+        text = f"ignored fields: {_join_names([field.name for field in unknown])}"
         request.scope[WARNING] = f'299 - "{clip(text, _MAX_WARNING_LENGTH)}"'
 
 
 CheckFields = Depends(_check_fields)
 
 
-def find_unknown(model: type[Body], data: Any, prefix: str = "") -> Iterator[UnknownField]:
+def find_unknown_fields(model: type[Body], data: Any, prefix: str = "") -> Iterator[UnknownField]:
     """Yield the fields of ``data`` and its nested objects that neither ``model`` nor any known client has."""
     if not isinstance(data, dict):
         return
@@ -86,10 +84,10 @@ def find_unknown(model: type[Body], data: Any, prefix: str = "") -> Iterator[Unk
 
 def _find_nested(model: type[Body], value: Any, prefix: str) -> Iterator[UnknownField]:
     if isinstance(value, list):
-        for index, entry in enumerate(value[:_READ]):
-            yield from find_unknown(model, entry, f"{prefix}{index}.")
+        for index, entry in enumerate(value[:_MAX_LIST_ENTRIES]):
+            yield from find_unknown_fields(model, entry, f"{prefix}{index}.")
     else:
-        yield from find_unknown(model, value, prefix)
+        yield from find_unknown_fields(model, value, prefix)
 
 
 @cache
@@ -113,14 +111,17 @@ def _model_in(annotation: Any) -> type[Body] | None:
 
 
 def _find_similar(name: str, model: type[Body]) -> str:
-    known = {_fold(shown): shown for shown in (field.alias or key for key, field in model.model_fields.items())}
-    close = difflib.get_close_matches(_fold(name[:_MAX_MATCHED_LENGTH]), known, n=1)
-    return known[close[0]] if close else ""
+    known = {
+        _normalize(field_name): field_name
+        for field_name in (field.alias or key for key, field in model.model_fields.items())
+    }
+    matches = difflib.get_close_matches(_normalize(name[:_MAX_MATCHED_LENGTH]), known, n=1)
+    return known[matches[0]] if matches else ""
 
 
-def _fold(name: str) -> str:
+def _normalize(name: str) -> str:
     return name.replace("_", "").replace("-", "").lower()
 
 
 def _join_names(names: list[str]) -> str:
-    return ", ".join([*names[:_NAMED], "and more"] if len(names) > _NAMED else names)
+    return ", ".join([*names[:_MAX_NAMED_FIELDS], "and more"] if len(names) > _MAX_NAMED_FIELDS else names)

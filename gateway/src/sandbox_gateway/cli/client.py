@@ -10,7 +10,7 @@ from urllib.parse import quote
 
 import httpx
 
-from sandbox_gateway.cli.failure import Exit, Failure, failure_from_answer
+from sandbox_gateway.cli.failure import Exit, Failure, failure_from_response
 
 DEFAULT_URL = "unix:///run/sandbox-gateway/gateway.sock"
 CONNECT_SECONDS = 10.0
@@ -48,36 +48,36 @@ class Client:
         params: Mapping[str, Any] | None = None,
         headers: Mapping[str, str] | None = None,
     ) -> Any:
-        """Send a request. Returns the answer's JSON; None for an empty answer."""
+        """Send a request. Returns the JSON of the response; None if it is empty."""
         params = params if body is None else {**(params or {}), "strict": True}
         with self._errors_translated():
-            answer = self._http.request(method, route, json=body, params=params, headers=headers)
-        self._raise_for_error(answer)
-        return answer.json() if answer.content else None
+            response = self._http.request(method, route, json=body, params=params, headers=headers)
+        self._raise_for_error(response)
+        return response.json() if response.content else None
 
     def get(self, route: str, **params: Any) -> Any:
         return self.call("GET", route, params=_remove_empty(params))
 
     def get_all(self, route: str, **params: Any) -> list[Any]:
         """Return the items of all pages of a list."""
-        found: list[Any] = []
+        items: list[Any] = []
         token = ""
         while True:
             with self._errors_translated():
-                answer = self._http.get(route, params=_remove_empty({**params, "limit": 1000, "nextToken": token}))
-            self._raise_for_error(answer)
-            found += answer.json()
-            token = answer.headers.get("x-next-token", "")
+                response = self._http.get(route, params=_remove_empty({**params, "limit": 1000, "nextToken": token}))
+            self._raise_for_error(response)
+            items += response.json()
+            token = response.headers.get("x-next-token", "")
             if not token:
-                return found
+                return items
 
     def lines(self, route: str, **params: Any) -> Iterator[str]:
-        """Yield the lines of an answer as they arrive."""
-        with self._errors_translated(), self._http.stream("GET", route, params=_remove_empty(params)) as answer:
-            if answer.is_error:
-                answer.read()
-            self._raise_for_error(answer)
-            yield from answer.iter_lines()
+        """Yield the lines of a response as they arrive."""
+        with self._errors_translated(), self._http.stream("GET", route, params=_remove_empty(params)) as response:
+            if response.is_error:
+                response.read()
+            self._raise_for_error(response)
+            yield from response.iter_lines()
 
     def events(self, operation: str = "") -> Iterator[tuple[str, dict[str, Any]]]:
         """Yield (type, data) of each event as it happens. The first is ("connected", {}): no later event is missed."""
@@ -95,38 +95,42 @@ class Client:
         try:
             yield
         except httpx.ConnectError as error:
-            message = f"cannot reach the gateway at {self.url}: {_reason(error)}"
-            raise Failure(message, Exit.UNREACHABLE, _hint(error)) from None
+            message = f"cannot reach the gateway at {self.url}: {_connect_failure_reason(error)}"
+            raise Failure(message, Exit.UNREACHABLE, _connect_failure_hint(error)) from None
         except httpx.TimeoutException:
-            raise Failure(f"the gateway at {self.url} did not answer in time", Exit.UNREACHABLE, "try again") from None
+            raise Failure(f"the gateway at {self.url} did not respond in time", Exit.UNREACHABLE, "try again") from None
         except httpx.TransportError as error:
             raise Failure(
-                f"the connection to the gateway at {self.url} broke: {error}",
+                f"the connection to the gateway at {self.url} was lost: {error}",
                 Exit.UNREACHABLE,
                 "the gateway may have restarted: check the result of the request, then try again",
             ) from None
         except httpx.InvalidURL as error:
-            raise Failure(f"{self.url!r} is not the address of a gateway: {error}", Exit.USAGE) from None
+            raise Failure(
+                f"{self.url!r} is not the address of a gateway: {error}",
+                Exit.USAGE,
+                "use unix:///path, http:// or https://",
+            ) from None
 
-    def _raise_for_error(self, answer: httpx.Response) -> None:
-        if answer.is_success:
+    def _raise_for_error(self, response: httpx.Response) -> None:
+        if response.is_success:
             return
         try:
-            body = answer.json()
+            body = response.json()
         except ValueError:
             body = None
-        raise failure_from_answer(answer.status_code, body)
+        raise failure_from_response(response.status_code, body)
 
 
 def _remove_empty(params: Mapping[str, Any]) -> dict[str, Any]:
     return {key: value for key, value in params.items() if value not in (None, "", False)}
 
 
-def _reason(error: httpx.ConnectError) -> str:
+def _connect_failure_reason(error: httpx.ConnectError) -> str:
     return str(error).partition("] ")[2] or str(error)
 
 
-def _hint(error: httpx.ConnectError) -> str:
+def _connect_failure_hint(error: httpx.ConnectError) -> str:
     text = str(error).lower()
     if "permission denied" in text:
         return "run this as root, or as a member of the socket's group"

@@ -47,10 +47,14 @@ class Settings:
         try:
             return Path(file).read_text().strip()
         except (OSError, UnicodeDecodeError) as error:
-            raise Failure(f"the API key cannot be read from {file}: {error}", Exit.USAGE) from None
+            raise Failure(
+                f"the API key cannot be read from {file}: {error}",
+                Exit.USAGE,
+                "check the path and the file's permissions",
+            ) from None
 
 
 def get_settings(ctx: typer.Context, as_json: bool = False) -> Settings:
-    found: Settings = ctx.find_root().obj
-    found.json = found.json or as_json
-    return found
+    settings: Settings = ctx.find_root().obj
+    settings.json = settings.json or as_json
+    return settings

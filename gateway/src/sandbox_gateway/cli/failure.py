@@ -1,4 +1,4 @@
-"""Errors of the command line: a message, a hint on what to do next, and an exit code."""
+"""Errors of the command line, with a message, a hint on what to do next, and an exit code."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class Failure(Exception):
         self.hint = hint
 
 
-_BY_STATUS = {
+_EXIT_BY_STATUS = {
     400: Exit.USAGE,
     401: Exit.UNREACHABLE,
     403: Exit.UNREACHABLE,
@@ -37,15 +37,15 @@ _BY_STATUS = {
     413: Exit.USAGE,
     507: Exit.NO_SPACE,
 }
-_BY_KIND = {"unsupported": Exit.FAILED, "over_quota": Exit.FAILED}
+_EXIT_BY_KIND = {"unsupported": Exit.FAILED, "over_quota": Exit.FAILED}
 
 
-def failure_from_answer(status: int, body: Any) -> Failure:
-    """Create the Failure for an error answer of the gateway; ``body`` is its JSON, or None."""
+def failure_from_response(status: int, body: Any) -> Failure:
+    """Create the Failure for an error response of the gateway. ``body``: its JSON, or None."""
     if not isinstance(body, dict) or "message" not in body:
-        return Failure(f"the answer is not from a sandbox gateway (HTTP {status})", Exit.UNREACHABLE, "check --url")
+        return Failure(f"the response is not from a sandbox gateway (HTTP {status})", Exit.UNREACHABLE, "check --url")
     kind, message = body.get("kind", ""), str(body["message"])
-    code = _BY_KIND.get(kind) or _BY_STATUS.get(status, Exit.FAILED)
+    code = _EXIT_BY_KIND.get(kind) or _EXIT_BY_STATUS.get(status, Exit.FAILED)
     return Failure(message, code, _hint(kind, body.get("blockers") or [], body.get("details") or {}))
 
 
@@ -66,7 +66,7 @@ def _hint(kind: str, blockers: Sequence[str], details: Mapping[str, Any]) -> str
 
 
 def _in_use_hint(blockers: Sequence[str], details: Mapping[str, Any]) -> str:
-    """``details`` is empty if an older gateway answered."""
+    """Return the hint for an object in use. ``details``: empty in the responses of older gateways."""
     users = {user["kind"] for user in details.get("users", [])}
     if details and not users:
         return "try again in a moment"

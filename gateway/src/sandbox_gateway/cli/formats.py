@@ -32,31 +32,31 @@ def parse_duration(text: str) -> float:
     return float(match[1]) * _SECONDS[match[2]]
 
 
-def parse_pairs(texts: list[str], what: str) -> dict[str, str]:
-    """Parse texts such as `KEY=VALUE` into a mapping; ``what`` is what error messages call one of them."""
-    found = {}
+def parse_pairs(texts: list[str], noun: str) -> dict[str, str]:
+    """Parse texts such as `KEY=VALUE` into a mapping; ``noun``: what error messages call one of them."""
+    pairs = {}
     for text in texts:
         key, equals, value = text.partition("=")
         if not key or not equals:
-            raise Failure(f"{text!r} is not {what}", Exit.USAGE, f"write {what} as KEY=VALUE")
-        found[key] = value
-    return found
+            raise Failure(f"{text!r} is not {noun}", Exit.USAGE, f"write {noun} as KEY=VALUE")
+        pairs[key] = value
+    return pairs
 
 
 def parse_mount(text: str) -> dict[str, Any]:
     """Return the request's fields for `NAME:PATH`, optionally followed by `:ro` and `:clone` in any order."""
     name, _, rest = text.partition(":")
     path, flags = rest, set()
-    while (cut := path.rpartition(":"))[2] in ("ro", "clone"):
-        path = cut[0]
-        flags.add(cut[2])
+    while (parts := path.rpartition(":"))[2] in ("ro", "clone"):
+        path = parts[0]
+        flags.add(parts[2])
     if not name or not path.startswith("/"):
-        raise Failure(f"{text!r} is not a volume and a path", Exit.USAGE, "write NAME:/PATH, followed by :ro or :clone")
+        raise Failure(f"{text!r} is not a volume mount", Exit.USAGE, "write NAME:/PATH, followed by :ro or :clone")
     return {"name": name, "path": path, "readOnly": "ro" in flags, "clone": "clone" in flags}
 
 
 def format_mount(mount: Mapping[str, Any]) -> str:
-    """Format a mount from the gateway's answer as an option: "data:/srv/data:ro"."""
+    """Format a mount from the gateway's response as an option: "data:/srv/data:ro"."""
     return f"{mount['name']}:{mount['path']}{':ro' if mount['readOnly'] else ''}"
 
 
@@ -78,17 +78,17 @@ def format_mib(count: int) -> str:
     return format_size(count * 1024 * 1024).replace(".0 ", " ")
 
 
-def format_duration(length: float) -> str:
+def format_duration(seconds: float) -> str:
     """Format a number of seconds: "42 s", "3 m", "5 h", "12 d"."""
     for limit, unit, name in ((120, 1, "s"), (7200, 60, "m"), (172_800, 3600, "h")):
-        if length < limit:
-            return f"{int(length / unit)} {name}"
-    return f"{int(length / 86400)} d"
+        if seconds < limit:
+            return f"{int(seconds / unit)} {name}"
+    return f"{int(seconds / 86400)} d"
 
 
 def parse_time(text: str) -> datetime:
-    found = datetime.fromisoformat(text)
-    return found if found.tzinfo else found.replace(tzinfo=UTC)
+    time = datetime.fromisoformat(text)
+    return time if time.tzinfo else time.replace(tzinfo=UTC)
 
 
 def format_age(text: str, now: datetime | None = None) -> str:

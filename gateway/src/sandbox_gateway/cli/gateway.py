@@ -25,11 +25,11 @@ def events(
     as_json: Json = False,
 ) -> None:
     """Print events as they happen, until interrupted. With --json, print one object per line."""
-    call = get_settings(ctx, as_json)
-    for kind, data in call.client.events(operation):
+    settings = get_settings(ctx, as_json)
+    for kind, data in settings.client.events(operation):
         if kind == "connected":
             continue
-        if call.json:
+        if settings.json:
             print(json.dumps({"type": kind, **data}), flush=True)
         else:
             at = str(data.pop("at", ""))[11:19]
@@ -39,9 +39,9 @@ def events(
 
 def health(ctx: typer.Context, as_json: Json = False) -> None:
     """Check that the gateway is running."""
-    call = get_settings(ctx, as_json)
-    found = call.client.get("/health")
-    if call.json:
-        render.print_json(found)
+    settings = get_settings(ctx, as_json)
+    status = settings.client.get("/health")
+    if settings.json:
+        render.print_json(status)
     else:
-        print(f"{found['status']}: {found['backend']}, version {found['version']}, {found['sandboxes']} sandboxes")
+        print(f"{status['status']}: {status['backend']}, version {status['version']}, {status['sandboxes']} sandboxes")

@@ -16,8 +16,7 @@ from sandbox_gateway.cli.failure import Exit, Failure
 _HELP = """Create, capture, fork and roll back sandboxes while they run.
 
 Exit codes: 0 success, 1 failure, 2 wrong usage, 3 not found, 4 in use or in the wrong state, 5 no access to the
-gateway,
-6 no space. `exec` passes on the exit code of the command it ran.
+gateway, 6 no space. `exec` exits with the exit code of the program it ran.
 """
 _INTERRUPTED = 130
 
@@ -77,7 +76,7 @@ def main() -> None:
             render.note(f"  {failure.hint}")
         sys.exit(failure.code)
     except BrokenPipeError:
-        # The reader of the output has closed it: keep the interpreter from flushing to it at exit.
+        # The reader of the output has closed it: prevent the interpreter from flushing to it at exit.
         sys.stdout = None
         sys.exit(Exit.FAILED)
     except KeyboardInterrupt:

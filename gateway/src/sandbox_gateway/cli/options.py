@@ -18,7 +18,7 @@ Metadata = Annotated[
 ]
 Env = Annotated[
     list[str] | None,
-    typer.Option("--env", "-e", metavar="KEY=VALUE", help="Environment variable of all its processes; repeatable."),
+    typer.Option("--env", "-e", metavar="KEY=VALUE", help="Environment variable for all processes; repeatable."),
 ]
 Timeout = Annotated[
     str,
@@ -47,7 +47,7 @@ Concurrency = Annotated[
     int | None,
     typer.Option("--concurrency", min=1, max=256, help="Number of sandboxes to create at a time.", show_default=False),
 ]
-BestEffort = Annotated[bool, typer.Option("--best-effort", help="Create as many as possible. Default: all or none.")]
+BestEffort = Annotated[bool, typer.Option("--best-effort", help="Create as many as possible. Default: all or nothing.")]
 
 
 @dataclass
@@ -72,7 +72,7 @@ class SandboxOptions:
     def body(self) -> dict[str, Any]:
         network: dict[str, Any] = {"allowOut": formats.split_list(self.allow_out or [])}
         network["denyOut"] = formats.split_list(self.deny_out or [])
-        given = {
+        fields = {
             **size_fields(self.cpus, self.memory, self.disk),
             "metadata": formats.parse_pairs(self.metadata or [], "metadata"),
             "envVars": formats.parse_pairs(self.env or [], "an environment variable"),
@@ -80,7 +80,7 @@ class SandboxOptions:
             "paused": self.paused,
             "coldStart": self.cold_start,
         }
-        body = {key: value for key, value in given.items() if value}
+        body = {key: value for key, value in fields.items() if value}
         if self.volumes or self.no_volumes:
             body["volumeMounts"] = mount_fields(self.volumes or [], self.no_volumes)
         if self.timeout:
@@ -93,17 +93,17 @@ class SandboxOptions:
 
 
 def size_fields(cpus: int | None, memory: str, disk: str) -> dict[str, int]:
-    given = {
+    fields = {
         "cpuCount": cpus,
         "memoryMB": formats.parse_size(memory) if memory else None,
         "diskSizeMB": formats.parse_size(disk) if disk else None,
     }
-    return {key: value for key, value in given.items() if value is not None}
+    return {key: value for key, value in fields.items() if value is not None}
 
 
-def mount_fields(volumes: list[str], none: bool) -> list[dict[str, Any]]:
-    if volumes and none:
-        raise Failure("--volume and --no-volumes exclude each other", Exit.USAGE, "leave one of them out")
+def mount_fields(volumes: list[str], no_volumes: bool) -> list[dict[str, Any]]:
+    if volumes and no_volumes:
+        raise Failure("--volume and --no-volumes are mutually exclusive", Exit.USAGE, "leave one of them out")
     return [formats.parse_mount(volume) for volume in volumes]
 
 
@@ -111,12 +111,12 @@ def count_fields(
     count: int | None, names: list[str] | None, concurrency: int | None, best_effort: bool
 ) -> tuple[dict[str, Any], int]:
     """Return the request's fields for the number and names of sandboxes, and the number."""
-    wanted = formats.split_list(names or [])
-    body: dict[str, Any] = {"names": wanted} if wanted else {"count": count or 1}
-    if wanted and count is not None:
+    all_names = formats.split_list(names or [])
+    body: dict[str, Any] = {"names": all_names} if all_names else {"count": count or 1}
+    if all_names and count is not None:
         body["count"] = count
     if concurrency is not None:
         body["concurrency"] = concurrency
     if best_effort:
         body["atomic"] = False
-    return body, len(wanted) or count or 1
+    return body, len(all_names) or count or 1

@@ -44,18 +44,18 @@ def fork_many(client: Client, route: str, body: dict[str, Any], count: int, titl
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
         task = bar.add_task(title, total=count)
-        listening = threading.Event()
+        subscribed = threading.Event()
 
         def listen() -> None:
             # Ignore errors here: the request itself reports them.
             try:
                 for kind, data in client.events(operation):
-                    listening.set()
+                    subscribed.set()
                     if kind == "fork.progress":
                         bar.update(task, completed=data["done"], total=data["total"])
             except (Failure, RuntimeError):
-                listening.set()
+                subscribed.set()
 
         threading.Thread(target=listen, daemon=True).start()
-        listening.wait(_SUBSCRIBE_SECONDS)
+        subscribed.wait(_SUBSCRIBE_SECONDS)
         return client.call("POST", route, body, headers={"X-Operation-Id": operation})

@@ -216,5 +216,5 @@ def _add_children(branch: Any, node: Mapping[str, Any]) -> None:
 def _format_node(node: Mapping[str, Any]) -> str:
     colour = {"sandbox": "green", "snapshot": "cyan", "template": "magenta"}.get(node["kind"], "dim")
     names = ", ".join(name for name in node["names"] if name != node["id"])
-    more = " (paused)" if node.get("state") == "paused" else " (hidden)" if node.get("hidden") else ""
-    return remove_control_characters(f"[{colour}]{node['kind']}[/] [bold]{names}[/] [dim]{node['id']}[/]{more}")
+    suffix = " (paused)" if node.get("state") == "paused" else " (hidden)" if node.get("hidden") else ""
+    return remove_control_characters(f"[{colour}]{node['kind']}[/] [bold]{names}[/] [dim]{node['id']}[/]{suffix}")

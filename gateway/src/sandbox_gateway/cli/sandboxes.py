@@ -13,8 +13,8 @@ from sandbox_gateway.cli.context import Json, SandboxRef, SnapshotRef, get_setti
 from sandbox_gateway.cli.failure import Exit, Failure
 
 Refs = Annotated[list[str], typer.Argument(metavar="SANDBOX…", help="Ids or names.")]
-_TIMED_OUT = 124
-_A_WEEK = 604_800
+_EXIT_TIMED_OUT = 124
+_WEEK_SECONDS = 604_800
 
 
 def register(app: typer.Typer) -> None:
@@ -56,7 +56,7 @@ def create(
     as_json: Json = False,
 ) -> None:
     """Create a sandbox from a template or a snapshot."""
-    call = get_settings(ctx, as_json)
+    settings = get_settings(ctx, as_json)
     sandbox_options = options.SandboxOptions(
         cpus,
         memory,
@@ -74,8 +74,8 @@ def create(
         no_volumes,
     )
     body = {"templateID": template, **({"name": name} if name else {}), **sandbox_options.body()}
-    made = call.client.call("POST", "/sandboxes", body)
-    _show_one(made, call.json)
+    created = settings.client.call("POST", "/sandboxes", body)
+    _print_sandbox(created, settings.json)
 
 
 def list_(
@@ -91,31 +91,34 @@ def list_(
     """List sandboxes."""
     from urllib.parse import urlencode
 
-    call = get_settings(ctx, as_json)
+    settings = get_settings(ctx, as_json)
     query = urlencode(formats.parse_pairs(metadata or [], "metadata"))
-    found = call.client.get_all("/sandboxes", state=state, template=template, snapshotID=snapshot, metadata=query)
-    render.print_json(found) if call.json else render.sandboxes(found)
+    sandboxes = settings.client.get_all(
+        "/sandboxes", state=state, template=template, snapshotID=snapshot, metadata=query
+    )
+    render.print_json(sandboxes) if settings.json else render.sandboxes(sandboxes)
 
 
 def show(ctx: typer.Context, sandbox: SandboxRef, as_json: Json = False) -> None:
     """Show the details of a sandbox."""
     from sandbox_gateway.cli.client import path
 
-    call = get_settings(ctx, as_json)
-    found = call.client.get(path("sandboxes", sandbox))
-    render.print_json(found) if call.json else render.detail(found)
+    settings = get_settings(ctx, as_json)
+    details = settings.client.get(path("sandboxes", sandbox))
+    render.print_json(details) if settings.json else render.detail(details)
 
 
 def usage(ctx: typer.Context, sandbox: SandboxRef, as_json: Json = False) -> None:
-    """Show the disk and memory that a sandbox shares with no other."""
+    """Show how much disk and memory a sandbox uses."""
     from sandbox_gateway.cli.client import path
 
-    call = get_settings(ctx, as_json)
-    found = call.client.get(path("sandboxes", sandbox, "usage"))
-    if call.json:
-        render.print_json(found)
+    settings = get_settings(ctx, as_json)
+    usage_fields = settings.client.get(path("sandboxes", sandbox, "usage"))
+    if settings.json:
+        render.print_json(usage_fields)
     else:
-        print(f"disk {formats.format_size(found['diskBytes'])}, memory {formats.format_size(found['memoryBytes'])}")
+        disk, memory = formats.format_size(usage_fields["diskBytes"]), formats.format_size(usage_fields["memoryBytes"])
+        print(f"disk {disk}, memory {memory}")
 
 
 def exec_(
@@ -133,27 +136,27 @@ def exec_(
         str, typer.Option("--timeout", metavar="TIME", help="Stop the program after 90s, 10m, …")
     ] = "never",
     stdin: Annotated[
-        bool, typer.Option("--stdin", "-i", help="Pass on standard input, which is read to its end first.")
+        bool, typer.Option("--stdin", "-i", help="Forward standard input, which is read to its end first.")
     ] = False,
     as_json: Json = False,
 ) -> None:
-    """Run a program in a sandbox, and exit with its exit code."""
+    """Run a program in a sandbox, and exit with the program's exit code."""
     from sandbox_gateway.cli.client import path
 
-    call = get_settings(ctx, as_json)
+    settings = get_settings(ctx, as_json)
     seconds = formats.parse_duration(timeout)
     # Options end at SANDBOX, so that PROGRAM can have its own; a leading `--` then arrives as an argument.
     args = command[1:] if command[0] == "--" else command
     if not args:
         raise Failure("the program to run is missing", Exit.USAGE, "sandboxctl exec SANDBOX -- PROGRAM [ARGUMENT…]")
-    body: dict[str, Any] = {"args": args, "timeout": _A_WEEK if seconds < 0 else seconds}
+    body: dict[str, Any] = {"args": args, "timeout": _WEEK_SECONDS if seconds < 0 else seconds}
     body |= {key: value for key, value in (("cwd", cwd), ("user", user)) if value}
     if env:
         body["env"] = formats.parse_pairs(env, "an environment variable")
     if stdin:
         body["stdin"] = base64.b64encode(sys.stdin.buffer.read()).decode()
-    result = call.client.call("POST", path("sandboxes", sandbox, "exec"), body)
-    if call.json:
+    result = settings.client.call("POST", path("sandboxes", sandbox, "exec"), body)
+    if settings.json:
         render.print_json(result)
     else:
         sys.stdout.write(result["stdout"])
@@ -161,7 +164,7 @@ def exec_(
         sys.stderr.write(result["stderr"])
     if result["timedOut"]:
         render.note(f"sandboxctl: the program did not end within {timeout} and was stopped")
-        raise typer.Exit(_TIMED_OUT)
+        raise typer.Exit(_EXIT_TIMED_OUT)
     raise typer.Exit(_exit_code(result["exitCode"]))
 
 
@@ -169,25 +172,25 @@ def pause(
     ctx: typer.Context,
     sandboxes: Refs,
     no_memory: Annotated[
-        bool, typer.Option("--no-memory", help="Keep the disk only: the sandbox boots when it is resumed.")
+        bool, typer.Option("--no-memory", help="Store the disk only: the sandbox boots when it is resumed.")
     ] = False,
 ) -> None:
     """Pause sandboxes, and store their memory on the disk."""
     from sandbox_gateway.cli.client import path
 
-    call = get_settings(ctx)
+    settings = get_settings(ctx)
     for ref in sandboxes:
-        call.client.call("POST", path("sandboxes", ref, "pause"), {"memory": not no_memory})
+        settings.client.call("POST", path("sandboxes", ref, "pause"), {"memory": not no_memory})
 
 
 def resume(ctx: typer.Context, sandboxes: Refs, timeout: options.Timeout = "", as_json: Json = False) -> None:
     """Resume paused sandboxes."""
     from sandbox_gateway.cli.client import path
 
-    call = get_settings(ctx, as_json)
+    settings = get_settings(ctx, as_json)
     body = {"timeout": formats.parse_duration(timeout)} if timeout else {}
-    made = [call.client.call("POST", path("sandboxes", ref, "resume"), body) for ref in sandboxes]
-    render.print_json(made if len(made) > 1 else made[0]) if call.json else render.sandboxes(made)
+    resumed = [settings.client.call("POST", path("sandboxes", ref, "resume"), body) for ref in sandboxes]
+    render.print_json(resumed if len(resumed) > 1 else resumed[0]) if settings.json else render.sandboxes(resumed)
 
 
 def rename(
@@ -199,8 +202,8 @@ def rename(
     """Rename a sandbox. Its id does not change."""
     from sandbox_gateway.cli.client import path
 
-    call = get_settings(ctx, as_json)
-    _show_one(call.client.call("PATCH", path("sandboxes", sandbox), {"name": name}), call.json)
+    settings = get_settings(ctx, as_json)
+    _print_sandbox(settings.client.call("PATCH", path("sandboxes", sandbox), {"name": name}), settings.json)
 
 
 def kill(
@@ -213,11 +216,11 @@ def kill(
     """Kill and delete sandboxes. Their snapshots remain."""
     from sandbox_gateway.cli.client import path
 
-    call = get_settings(ctx)
+    settings = get_settings(ctx)
     failures: list[Failure] = []
     for ref in sandboxes:
         try:
-            call.client.call("DELETE", path("sandboxes", ref))
+            settings.client.call("DELETE", path("sandboxes", ref))
         except Failure as failure:
             if not (ignore_missing and failure.code is Exit.NOT_FOUND):
                 failures.append(failure)
@@ -228,12 +231,12 @@ def rollback(ctx: typer.Context, sandbox: SandboxRef, snapshot: SnapshotRef, as_
     """Roll a sandbox back to a snapshot, under the same id. Later changes are lost."""
     from sandbox_gateway.cli.client import path
 
-    call = get_settings(ctx, as_json)
-    done = call.client.call("POST", path("sandboxes", sandbox, "rollback"), {"snapshotID": snapshot})
-    if call.json:
-        render.print_json(done)
+    settings = get_settings(ctx, as_json)
+    result = settings.client.call("POST", path("sandboxes", sandbox, "rollback"), {"snapshotID": snapshot})
+    if settings.json:
+        render.print_json(result)
     else:
-        print(f"{sandbox} ({done['sandboxID']}) was rolled back to {snapshot} ({done['snapshotID']})")
+        print(f"{sandbox} ({result['sandboxID']}) was rolled back to {snapshot} ({result['snapshotID']})")
 
 
 def clone(
@@ -253,12 +256,12 @@ def clone(
     from sandbox_gateway.cli.client import path
     from sandbox_gateway.cli.progress import fork_many
 
-    call = get_settings(ctx, as_json)
+    settings = get_settings(ctx, as_json)
     many, total = options.count_fields(count, names, concurrency, best_effort)
     sandbox_options = options.SandboxOptions(metadata=metadata, timeout=timeout, volumes=volume, no_volumes=no_volumes)
     body = {**many, **sandbox_options.body()}
-    made = fork_many(call.client, path("sandboxes", sandbox, "clone"), body, total, f"cloning {sandbox}")
-    show_forks(made, call.json)
+    forks = fork_many(settings.client, path("sandboxes", sandbox, "clone"), body, total, f"cloning {sandbox}")
+    print_forks(forks, settings.json)
 
 
 def promote(
@@ -275,17 +278,17 @@ def promote(
     """Replace the state of a fork's source with the state of the fork. The fork remains."""
     from sandbox_gateway.cli.client import path
 
-    call = get_settings(ctx, as_json)
+    settings = get_settings(ctx, as_json)
     body = {"source": source} if source else {}
-    _show_one(call.client.call("POST", path("sandboxes", fork, "promote"), body), call.json)
+    _print_sandbox(settings.client.call("POST", path("sandboxes", fork, "promote"), body), settings.json)
 
 
-def show_forks(made: dict[str, Any], as_json: bool) -> None:
+def print_forks(forks: dict[str, Any], as_json: bool) -> None:
     """Print the new forks. Exits with code 1 if some could not be created."""
-    render.print_json(made) if as_json else render.sandboxes(made["sandboxes"])
-    if not made["errors"]:
+    render.print_json(forks) if as_json else render.sandboxes(forks["sandboxes"])
+    if not forks["errors"]:
         return
-    for error in made["errors"]:
+    for error in forks["errors"]:
         render.note(f"sandboxctl: {error['name'] or 'a fork'} was not created: {error['message']}")
     raise typer.Exit(Exit.FAILED)
 
@@ -298,7 +301,7 @@ def raise_first(failures: list[Failure]) -> None:
         raise failures[0]
 
 
-def _show_one(sandbox: dict[str, Any], as_json: bool) -> None:
+def _print_sandbox(sandbox: dict[str, Any], as_json: bool) -> None:
     render.print_json(sandbox) if as_json else render.sandboxes([sandbox])
 
 

@@ -9,7 +9,7 @@ import typer
 from sandbox_gateway.cli import formats, options, render
 from sandbox_gateway.cli.context import Json, SandboxRef, SnapshotRef, get_settings
 from sandbox_gateway.cli.failure import Failure
-from sandbox_gateway.cli.sandboxes import raise_first, show_forks
+from sandbox_gateway.cli.sandboxes import print_forks, raise_first
 
 app = typer.Typer(help="Capture sandboxes, and fork snapshots.", no_args_is_help=True, rich_markup_mode=None)
 WhenUnused = Annotated[
@@ -54,7 +54,7 @@ def create(
     """Capture the disk and the memory of a running sandbox at one instant."""
     from sandbox_gateway.cli.client import path
 
-    call = get_settings(ctx, as_json)
+    settings = get_settings(ctx, as_json)
     body: dict[str, Any] = {"memory": "none" if no_memory else "auto"}
     body |= {key: value for key, value in (("name", name), ("description", description)) if value}
     if expires_in:
@@ -64,8 +64,8 @@ def create(
         body["retention"] = {key: value for key, value in rule.items() if value}
     if volumes:
         body["volumes"] = formats.split_list(volumes)
-    taken = call.client.call("POST", path("sandboxes", sandbox, "snapshots"), body)
-    render.print_json(taken) if call.json else render.snapshots([taken])
+    snapshot = settings.client.call("POST", path("sandboxes", sandbox, "snapshots"), body)
+    render.print_json(snapshot) if settings.json else render.snapshots([snapshot])
 
 
 @app.command("list")
@@ -78,9 +78,9 @@ def list_(
     as_json: Json = False,
 ) -> None:
     """List snapshots."""
-    call = get_settings(ctx, as_json)
-    found = call.client.get_all("/snapshots", sandboxID=sandbox, templateID=template)
-    render.print_json(found) if call.json else render.snapshots(found)
+    settings = get_settings(ctx, as_json)
+    snapshots = settings.client.get_all("/snapshots", sandboxID=sandbox, templateID=template)
+    render.print_json(snapshots) if settings.json else render.snapshots(snapshots)
 
 
 @app.command("show")
@@ -88,9 +88,9 @@ def show(ctx: typer.Context, snapshot: SnapshotRef, as_json: Json = False) -> No
     """Show the details of a snapshot."""
     from sandbox_gateway.cli.client import path
 
-    call = get_settings(ctx, as_json)
-    found = call.client.get(path("snapshots", snapshot))
-    render.print_json(found) if call.json else render.detail(found)
+    settings = get_settings(ctx, as_json)
+    details = settings.client.get(path("snapshots", snapshot))
+    render.print_json(details) if settings.json else render.detail(details)
 
 
 @app.command("fork")
@@ -121,7 +121,7 @@ def fork(
     from sandbox_gateway.cli.client import path
     from sandbox_gateway.cli.progress import fork_many
 
-    call = get_settings(ctx, as_json)
+    settings = get_settings(ctx, as_json)
     many, total = options.count_fields(count, names, concurrency, best_effort)
     sandbox_options = options.SandboxOptions(
         cpus,
@@ -141,7 +141,7 @@ def fork(
     )
     route = path("snapshots", snapshot, "fork")
     body = {**many, **sandbox_options.body()}
-    show_forks(fork_many(call.client, route, body, total, f"forking {snapshot}"), call.json)
+    print_forks(fork_many(settings.client, route, body, total, f"forking {snapshot}"), settings.json)
 
 
 @app.command("delete")
@@ -158,12 +158,12 @@ def delete_each(ctx: typer.Context, kind: str, refs: list[str], when_unused: boo
     """Delete snapshots or templates (``kind``), and report those that were only hidden."""
     from sandbox_gateway.cli.client import path
 
-    call = get_settings(ctx)
+    settings = get_settings(ctx)
     failures: list[Failure] = []
     for ref in refs:
         params = {"when": "unused"} if when_unused else None
         try:
-            hidden = call.client.call("DELETE", path(kind, ref), params=params)
+            hidden = settings.client.call("DELETE", path(kind, ref), params=params)
         except Failure as failure:
             failures.append(failure)
             continue
@@ -180,6 +180,6 @@ def tree(
     as_json: Json = False,
 ) -> None:
     """Show the lineage of templates, snapshots and sandboxes."""
-    call = get_settings(ctx, as_json)
-    found = call.client.get("/lineage", root=root)
-    render.print_json(found) if call.json else render.tree(found)
+    settings = get_settings(ctx, as_json)
+    nodes = settings.client.get("/lineage", root=root)
+    render.print_json(nodes) if settings.json else render.tree(nodes)

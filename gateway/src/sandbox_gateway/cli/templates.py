@@ -22,7 +22,7 @@ app = typer.Typer(
 @app.command("build")
 def build(
     ctx: typer.Context,
-    name: Annotated[str, typer.Argument(metavar="[NAME]", help="Its name.", show_default=False)] = "",
+    name: Annotated[str, typer.Argument(metavar="[NAME]", help="Name of the template.", show_default=False)] = "",
     file: Annotated[
         Path | None, typer.Option("--file", "-f", metavar="FILE", help="A recipe in TOML or JSON; options override it.")
     ] = None,
@@ -68,9 +68,9 @@ def build(
     detach: Annotated[bool, typer.Option("--detach", "-d", help="Do not wait for the build.")] = False,
     as_json: Json = False,
 ) -> None:
-    """Build a template. Does nothing if it exists with the same recipe."""
-    call = get_settings(ctx, as_json)
-    given: dict[str, Any] = {
+    """Build a template. Does nothing if the template already exists with the same recipe."""
+    settings = get_settings(ctx, as_json)
+    option_fields: dict[str, Any] = {
         "name": name,
         "from": source,
         "suite": suite,
@@ -85,21 +85,21 @@ def build(
         "description": description,
         **options.size_fields(cpus, memory, disk),
     }
-    body = {**(_read_recipe(file) if file else {}), **{key: value for key, value in given.items() if value}}
+    body = {**(_read_recipe(file) if file else {}), **{key: value for key, value in option_fields.items() if value}}
     if not body.get("name"):
         raise Failure("the template needs a name", Exit.USAGE, "pass it as an argument, or set it in the recipe")
-    started = call.client.call("POST", "/templates", body)
-    if started["buildStatus"] != "ready" and not detach:
-        _wait_for_build(call.client, started)
-    _show(call.client.get(f"/templates/{started['templateID']}"), call.json)
+    started_build = settings.client.call("POST", "/templates", body)
+    if started_build["buildStatus"] != "ready" and not detach:
+        _wait_for_build(settings.client, started_build)
+    _print_template(settings.client.get(f"/templates/{started_build['templateID']}"), settings.json)
 
 
 @app.command("list")
 def list_(ctx: typer.Context, as_json: Json = False) -> None:
     """List templates."""
-    call = get_settings(ctx, as_json)
-    found = call.client.get_all("/templates")
-    render.print_json(found) if call.json else render.templates(found)
+    settings = get_settings(ctx, as_json)
+    templates = settings.client.get_all("/templates")
+    render.print_json(templates) if settings.json else render.templates(templates)
 
 
 @app.command("show")
@@ -107,9 +107,9 @@ def show(ctx: typer.Context, template: TemplateRef, as_json: Json = False) -> No
     """Show the details of a template."""
     from sandbox_gateway.cli.client import path
 
-    call = get_settings(ctx, as_json)
-    found = call.client.get(path("templates", template))
-    render.print_json(found) if call.json else render.detail(found)
+    settings = get_settings(ctx, as_json)
+    details = settings.client.get(path("templates", template))
+    render.print_json(details) if settings.json else render.detail(details)
 
 
 @app.command("delete")
@@ -122,13 +122,13 @@ def delete(
     delete_each(ctx, "templates", templates, when_unused)
 
 
-def _wait_for_build(client: Any, started: dict[str, Any]) -> None:
+def _wait_for_build(client: Any, build: dict[str, Any]) -> None:
     """Print the build's log to its end. Raises Failure if the build failed."""
     from sandbox_gateway.cli.progress import follow_log
 
-    route = f"/templates/{started['templateID']}/builds/{started['buildID']}"
+    route = f"/templates/{build['templateID']}/builds/{build['buildID']}"
     try:
-        follow_log(client.lines(f"{route}/logs", follow="true"), f"building {started['names'][0]}")
+        follow_log(client.lines(f"{route}/logs", follow="true"), f"building {build['names'][0]}")
     except KeyboardInterrupt:
         render.note("sandboxctl: the build continues; `sandboxctl template list` shows its status")
         raise
@@ -141,7 +141,7 @@ def _wait_for_build(client: Any, started: dict[str, Any]) -> None:
         raise Failure("the log ended before the build did", hint="`sandboxctl template list` shows its status")
 
 
-def _show(template: dict[str, Any], as_json: bool) -> None:
+def _print_template(template: dict[str, Any], as_json: bool) -> None:
     render.print_json(template) if as_json else render.templates([template])
 
 
@@ -151,10 +151,14 @@ def _read_recipe(file: Path) -> dict[str, Any]:
         text = file.read_text()
         data = json.loads(text) if file.suffix == ".json" else tomllib.loads(text)
     except (OSError, UnicodeDecodeError) as error:
-        raise Failure(f"the recipe {file} cannot be read: {error}", Exit.USAGE) from None
+        raise Failure(
+            f"the recipe {file} cannot be read: {error}", Exit.USAGE, "check the path and the file's permissions"
+        ) from None
     except ValueError as error:
         hint = "write TOML, or JSON in a file that ends in .json"
         raise Failure(f"the recipe {file} is invalid: {error}", Exit.USAGE, hint) from None
     if not isinstance(data, dict):
-        raise Failure(f"the recipe {file} must be a JSON object", Exit.USAGE)
+        raise Failure(
+            f"the recipe {file} is not a JSON object", Exit.USAGE, "write one object, with the recipe's fields"
+        )
     return data

@@ -38,37 +38,37 @@ def create(
     source: Annotated[
         str,
         typer.Option(
-            "--from", metavar="VOLUME@SNAPSHOT", help="Copy the content of this snapshot.", show_default=False
+            "--from", metavar="VOLUME@SNAPSHOT", help="Copy the contents of this snapshot.", show_default=False
         ),
     ] = "",
     as_json: Json = False,
 ) -> None:
     """Create a volume, empty or from a snapshot of a volume."""
-    call = get_settings(ctx, as_json)
+    settings = get_settings(ctx, as_json)
     body: dict[str, Any] = {"name": name}
     if size:
         body["sizeMB"] = formats.parse_size(size)
     if source:
         body["fromSnapshot"] = source
-    _show_one(call.client.call("POST", "/volumes", body), call.json)
+    _print_volume(settings.client.call("POST", "/volumes", body), settings.json)
 
 
 @app.command("list")
 def list_(ctx: typer.Context, as_json: Json = False) -> None:
     """List volumes."""
-    call = get_settings(ctx, as_json)
-    found = call.client.get_all("/volumes")
-    render.print_json(found) if call.json else render.volumes(found)
+    settings = get_settings(ctx, as_json)
+    volumes = settings.client.get_all("/volumes")
+    render.print_json(volumes) if settings.json else render.volumes(volumes)
 
 
 @app.command("show")
 def show(ctx: typer.Context, volume: VolumeRef, as_json: Json = False) -> None:
-    """Show the details of a volume: its usage, and its mounts."""
+    """Show the details of a volume, such as its used space and its mounts."""
     from sandbox_gateway.cli.client import path
 
-    call = get_settings(ctx, as_json)
-    found = call.client.get(path("volumes", volume))
-    render.print_json(found) if call.json else render.detail(found)
+    settings = get_settings(ctx, as_json)
+    details = settings.client.get(path("volumes", volume))
+    render.print_json(details) if settings.json else render.detail(details)
 
 
 @app.command("grow")
@@ -81,8 +81,10 @@ def grow(
     """Grow a volume, even while it is mounted."""
     from sandbox_gateway.cli.client import path
 
-    call = get_settings(ctx, as_json)
-    _show_one(call.client.call("PATCH", path("volumes", volume), {"sizeMB": formats.parse_size(size)}), call.json)
+    settings = get_settings(ctx, as_json)
+    _print_volume(
+        settings.client.call("PATCH", path("volumes", volume), {"sizeMB": formats.parse_size(size)}), settings.json
+    )
 
 
 @app.command("attach")
@@ -95,12 +97,12 @@ def attach(
     """Mount a volume in a running sandbox."""
     from sandbox_gateway.cli.client import path
 
-    call = get_settings(ctx, as_json)
-    made = call.client.call("POST", path("sandboxes", sandbox, "volumes"), formats.parse_mount(volume))
-    if call.json:
-        render.print_json(made)
+    settings = get_settings(ctx, as_json)
+    mount = settings.client.call("POST", path("sandboxes", sandbox, "volumes"), formats.parse_mount(volume))
+    if settings.json:
+        render.print_json(mount)
     else:
-        print(f"mounted in {sandbox}: {formats.format_mount(made)}")
+        print(f"mounted in {sandbox}: {formats.format_mount(mount)}")
 
 
 @app.command("detach")
@@ -109,14 +111,14 @@ def detach(
     sandbox: SandboxRef,
     volumes: Annotated[list[str], typer.Argument(metavar="VOLUME…", help="Ids or names.")],
 ) -> None:
-    """Unmount volumes from a sandbox, even if it uses them. Their content is kept."""
+    """Unmount volumes from a sandbox, even if it uses them. Their contents are kept."""
     from sandbox_gateway.cli.client import path
 
-    call = get_settings(ctx)
+    settings = get_settings(ctx)
     failures: list[Failure] = []
     for ref in volumes:
         try:
-            call.client.call("DELETE", path("sandboxes", sandbox, "volumes", ref))
+            settings.client.call("DELETE", path("sandboxes", sandbox, "volumes", ref))
         except Failure as failure:
             failures.append(failure)
     raise_first(failures)
@@ -134,9 +136,9 @@ def snapshot(
     """Capture a volume. Sandboxes that mount it keep running."""
     from sandbox_gateway.cli.client import path
 
-    call = get_settings(ctx, as_json)
-    taken = call.client.call("POST", path("volumes", volume, "snapshots"), {"name": name})
-    render.print_json(taken) if call.json else render.volume_snapshots([taken], volume)
+    settings = get_settings(ctx, as_json)
+    snapshot_fields = settings.client.call("POST", path("volumes", volume, "snapshots"), {"name": name})
+    render.print_json(snapshot_fields) if settings.json else render.volume_snapshots([snapshot_fields], volume)
 
 
 @app.command("snapshots")
@@ -144,9 +146,9 @@ def snapshots(ctx: typer.Context, volume: VolumeRef, as_json: Json = False) -> N
     """List the snapshots of a volume."""
     from sandbox_gateway.cli.client import path
 
-    call = get_settings(ctx, as_json)
-    found = call.client.get_all(path("volumes", volume, "snapshots"))
-    render.print_json(found) if call.json else render.volume_snapshots(found, volume)
+    settings = get_settings(ctx, as_json)
+    items = settings.client.get_all(path("volumes", volume, "snapshots"))
+    render.print_json(items) if settings.json else render.volume_snapshots(items, volume)
 
 
 @app.command("rollback")
@@ -160,12 +162,14 @@ def rollback(
     """Roll a volume back to one of its snapshots. Later changes are lost."""
     from sandbox_gateway.cli.client import path
 
-    call = get_settings(ctx, as_json)
-    done = call.client.call("POST", path("volumes", volume, "rollback"), {"snapshot": snapshot, "force": force})
-    if call.json:
-        render.print_json(done)
+    settings = get_settings(ctx, as_json)
+    volume_fields = settings.client.call(
+        "POST", path("volumes", volume, "rollback"), {"snapshot": snapshot, "force": force}
+    )
+    if settings.json:
+        render.print_json(volume_fields)
     else:
-        print(f"{done['name']} was rolled back to {snapshot}")
+        print(f"{volume_fields['name']} was rolled back to {snapshot}")
 
 
 @app.command("delete")
@@ -176,22 +180,22 @@ def delete(
     ],
     with_snapshots: Annotated[bool, typer.Option("--with-snapshots", help="Also delete their snapshots.")] = False,
 ) -> None:
-    """Delete unmounted volumes with their content, or snapshots of volumes."""
+    """Delete unmounted volumes with their contents, or snapshots of volumes."""
     from sandbox_gateway.cli.client import path
 
-    call = get_settings(ctx)
+    settings = get_settings(ctx)
     failures: list[Failure] = []
     for ref in volumes:
-        volume, at, taken = ref.partition("@")
+        volume, separator, snapshot_name = ref.partition("@")
         try:
-            if at:
-                call.client.call("DELETE", path("volumes", volume, "snapshots", taken))
+            if separator:
+                settings.client.call("DELETE", path("volumes", volume, "snapshots", snapshot_name))
             else:
-                call.client.call("DELETE", path("volumes", volume), params={"withSnapshots": with_snapshots})
+                settings.client.call("DELETE", path("volumes", volume), params={"withSnapshots": with_snapshots})
         except Failure as failure:
             failures.append(failure)
     raise_first(failures)
 
 
-def _show_one(volume: dict[str, Any], as_json: bool) -> None:
+def _print_volume(volume: dict[str, Any], as_json: bool) -> None:
     render.print_json(volume) if as_json else render.volumes([volume])

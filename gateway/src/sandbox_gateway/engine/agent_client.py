@@ -24,28 +24,28 @@ from sandbox_gateway.hosts.addresses import AGENT_PORT
 from sandbox_gateway.hosts.base import Endpoint, GuestMount
 from sandbox_gateway.hosts.connect import open_connection
 
-_READ = 1 << 14
+_READ_BYTES = 1 << 14
 """Maximum number of bytes that are read and parsed per turn of the event loop."""
 _MAX_FRAME_BYTES = 4 << 20
 _MAX_REFUSAL_BYTES = 4096
-_MAX_REASON_LETTERS = 1000
+_MAX_REASON_LENGTH = 1000
 _EXIT_CODES = (-255, 255)
 _ATTEMPT_SECONDS = 0.01
 _SLOW_ATTEMPT_SECONDS = 0.25
 _QUICK_SECONDS = 0.5
 _MAX_ATTEMPTS = 8
-_LINE_FRAME = 4096
+_LINE_FRAME_BYTES = 4096
 _LINE_SECONDS = 5.0
 _MAX_LINE_BYTES = 1 << 16
 
-_NO_RESULT = (KeyError, ValueError)
+_INVALID_RESPONSE_ERRORS = (KeyError, ValueError)
 
 Streams = tuple[asyncio.StreamReader, asyncio.StreamWriter]
 
 
 @dataclass(frozen=True)
 class Identity:
-    """The properties that distinguish forks of the same snapshot."""
+    """The properties that make forks of the same snapshot different from each other."""
 
     sandbox_id: str
     hostname: str
@@ -55,9 +55,13 @@ class Identity:
     grow_disk: bool = False
 
     def body(self) -> dict[str, Any]:
-        """Return the body of `/identity`. Raises Invalid for an environment that the agent would refuse."""
-        if not all(name and "=" not in name and "\0" not in name + value for name, value in self.env.items()):
-            raise Invalid("env must map names without '=' and NUL to strings without NUL")
+        """Return the body of a request to `/identity`. Raises Invalid if the agent would refuse the environment."""
+        for name, value in self.env.items():
+            if not name or "=" in name or "\0" in name + value:
+                raise Invalid(
+                    f"env contains the invalid variable {name[:80]!r}: use a nonempty name without '=' and NUL, and a "
+                    "value without NUL"
+                )
         return {
             "sandboxID": self.sandbox_id,
             "hostname": self.hostname,
@@ -68,13 +72,16 @@ class Identity:
             "env": self.env,
             "dns": self.dns,
             "growDisk": self.grow_disk,
-            # The agent delays later requests until the identity is set, so there is no need to wait.
+            # The agent delays later requests until the identity is set, so this request need not wait.
             "wait": False,
         }
 
 
 class AgentClient:
-    """A client for the agent at ``endpoint``. Each call opens a new connection: the machine may have been replaced."""
+    """A client for the agent at ``endpoint``.
+
+    Each call opens a new connection, because the machine may have been replaced.
+    """
 
     def __init__(self, endpoint: Endpoint, access_token: str) -> None:
         self._address = endpoint.address
@@ -82,27 +89,31 @@ class AgentClient:
         self._key = endpoint.key
         self._token = access_token
 
-    async def identify(self, identity: Identity, *, seconds: float, gone: Callable[[], str]) -> None:
-        """Send a newly started machine its identity. Returns when the agent has answered.
+    async def identify(self, identity: Identity, *, seconds: float, end_reason: Callable[[], str]) -> None:
+        """Send a newly started machine its identity, and wait for the agent's response.
 
-        ``gone()`` returns the reason to stop waiting, or "". Raises Invalid, BackendFailed or Timeout.
+        ``end_reason`` returns why the machine has stopped, or "" while it runs. Raises Invalid, BackendFailed or
+        Timeout.
         """
         deadline = time.monotonic() + seconds
         body = identity.body()
-        if self._line is not None and len(_line_message(body)) <= _LINE_FRAME:
+        if self._line is not None and len(_line_message(body)) <= _LINE_FRAME_BYTES:
             with contextlib.suppress(OSError):
                 await self._send_over_line(self._line, body)
                 return
         while True:
-            reader, writer = await self._connect_when_ready(deadline, gone)
+            reader, writer = await self._connect_when_ready(deadline, end_reason)
             try:
                 async with asyncio.timeout(max(0.1, deadline - time.monotonic())):
                     await self._exchange(reader, writer, "/identity", _with_current_time(body))
                 return
             except TimeoutError:
-                raise Timeout(f"the sandbox's agent did not answer within {seconds:g} s") from None
+                raise Timeout(
+                    f"the sandbox's agent did not answer within {seconds:g} s: the host may be overloaded. Try again "
+                    "later"
+                ) from None
             except (OSError, h11.RemoteProtocolError):
-                # The agent accepted and hung up, so it may still be starting: try again.
+                # The agent accepted the connection and closed it, so it may still be starting.
                 if time.monotonic() > deadline:
                     raise Timeout(
                         f"the sandbox's agent closed every connection for {seconds:g} s: look at the agent's "
@@ -113,48 +124,51 @@ class AgentClient:
                 _close_writer(writer)
 
     async def _send_over_line(self, line: socket.socket, body: dict[str, Any]) -> None:
-        """Send the identity over the serial line, which is much cheaper for a new machine than a connection.
+        """Send the identity over the serial line, which is much cheaper for a new machine than a TCP connection.
 
-        Sends a question first, and the identity after the answer, so that its time is current. Raises OSError if the
-        agent hangs up or does not answer within a few seconds (TimeoutError).
+        Sends a challenge first and the identity after the agent has echoed it, so that the time in the identity is
+        current. Raises OSError if the agent closes the line, or does not respond within a few seconds.
         """
         loop = asyncio.get_running_loop()
-        question = b"?" + os.urandom(16)
-        heard = b""
-        with line.dup() as ours:  # its owner may close it at any time
+        challenge = b"?" + os.urandom(16)
+        received = b""
+        with line.dup() as duplicate:  # the owner may close the line at any time
             async with asyncio.timeout(_LINE_SECONDS):
-                await loop.sock_sendall(ours, question)
-                # Output that the agent wrote to the line before the capture may arrive first.
-                while question not in heard:
-                    piece = await loop.sock_recv(ours, _LINE_FRAME)
-                    heard += piece
-                    if not piece or len(heard) > _MAX_LINE_BYTES:
+                await loop.sock_sendall(duplicate, challenge)
+                # Bytes that the agent wrote to the line before the capture may arrive first.
+                while challenge not in received:
+                    piece = await loop.sock_recv(duplicate, _LINE_FRAME_BYTES)
+                    received += piece
+                    if not piece or len(received) > _MAX_LINE_BYTES:
                         raise ConnectionResetError("the agent closed the connection or sent an unexpected frame")
-                await loop.sock_sendall(ours, _line_message(body))
+                await loop.sock_sendall(duplicate, _line_message(body))
 
-    async def _connect_when_ready(self, deadline: float, gone: Callable[[], str]) -> Streams:
-        """Connect to a machine that is not listening yet.
+    async def _connect_when_ready(self, deadline: float, end_reason: Callable[[], str]) -> Streams:
+        """Connect to a machine that may not be listening yet.
 
-        A SYN sent before the guest's network is up is lost, and the kernel retransmits it only after a second. So this
-        starts a new attempt every few milliseconds and uses the first that succeeds.
+        A SYN sent before the guest's network is up is lost, and the kernel retransmits it only after a second.
+        Therefore, start a new attempt every few milliseconds and use the first one that succeeds.
         """
-        begun = time.monotonic()
+        start = time.monotonic()
         attempts: set[asyncio.Task[Streams]] = set()
         try:
             while True:
                 attempts.add(asyncio.create_task(open_connection(self._address, AGENT_PORT)))
-                every = _ATTEMPT_SECONDS if time.monotonic() - begun < _QUICK_SECONDS else _SLOW_ATTEMPT_SECONDS
-                done, _ = await asyncio.wait(attempts, timeout=every, return_when=asyncio.FIRST_COMPLETED)
-                for attempt in done:
+                interval = _ATTEMPT_SECONDS if time.monotonic() - start < _QUICK_SECONDS else _SLOW_ATTEMPT_SECONDS
+                finished, _ = await asyncio.wait(attempts, timeout=interval, return_when=asyncio.FIRST_COMPLETED)
+                for attempt in finished:
                     attempts.remove(attempt)
                     if attempt.exception() is None:
                         return attempt.result()
-                if reason := gone():
-                    raise BackendFailed(f"the sandbox did not start: {reason}")
+                if reason := end_reason():
+                    raise BackendFailed(f"the sandbox did not start: {reason}. Look at the gateway's log")
                 if time.monotonic() > deadline:
-                    raise Timeout("the sandbox's agent could not be reached in time, so its guest did not start")
-                if done:
-                    await asyncio.sleep(every)
+                    raise Timeout(
+                        "the sandbox's agent did not accept a connection in time: the guest may not have started. Look "
+                        "at the gateway's log"
+                    )
+                if finished:
+                    await asyncio.sleep(interval)
                 while len(attempts) >= _MAX_ATTEMPTS:
                     _discard_attempt(attempts.pop())
         finally:
@@ -162,25 +176,33 @@ class AgentClient:
                 _discard_attempt(attempt)
 
     async def call(
-        self, path: str, body: dict[str, Any] | None, *, seconds: float = 30, most: int = guest_json.DEFAULT_BYTES
+        self, path: str, body: dict[str, Any] | None, *, seconds: float = 30, max_bytes: int = guest_json.DEFAULT_BYTES
     ) -> dict[str, Any]:
-        """POST JSON (or GET without a body) and return the answer's JSON, of at most ``most`` bytes. Raises Invalid if
-        the agent refuses the request as invalid, BackendFailed, Timeout."""
+        """Send a POST request with a JSON body, or a GET request without a body. Return the JSON of the response.
+
+        ``max_bytes``: maximum length of the response. Raises Invalid if the agent refuses the request as invalid,
+        BackendFailed, or Timeout.
+        """
         try:
             async with asyncio.timeout(seconds):
                 reader, writer = await open_connection(self._address, AGENT_PORT)
                 try:
-                    return await self._exchange(reader, writer, path, body, most)
+                    return await self._exchange(reader, writer, path, body, max_bytes)
                 finally:
                     _close_writer(writer)
         except TimeoutError:
-            raise Timeout(f"the sandbox's agent did not answer {path} within {seconds:g} s") from None
+            raise Timeout(
+                f"the sandbox's agent did not answer {path} within {seconds:g} s: the sandbox may be overloaded. Try "
+                "again later"
+            ) from None
         except (OSError, h11.RemoteProtocolError) as error:
-            raise BackendFailed(f"the sandbox's agent cannot be reached: {error}") from None
+            raise BackendFailed(
+                f"the sandbox's agent cannot be reached: {error}. Check that the sandbox and its agent are running"
+            ) from None
 
-    async def mounts(self, wanted: Sequence[GuestMount], *, seconds: float) -> None:
-        """Make the agent mount exactly ``wanted``, in this order. If one mount fails, no new one is made."""
-        described = [
+    async def set_mounts(self, mounts: Sequence[GuestMount], *, seconds: float) -> None:
+        """Make the agent mount exactly ``mounts``, in this order. If one fails, no new mount remains."""
+        entries = [
             {
                 "path": each.path,
                 "source": each.source,
@@ -188,9 +210,9 @@ class AgentClient:
                 "options": each.options,
                 "readOnly": each.read_only,
             }
-            for each in wanted
+            for each in mounts
         ]
-        await self.call("/mounts", {"mounts": described}, seconds=seconds)
+        await self.call("/mounts", {"mounts": entries}, seconds=seconds)
 
     async def exec(
         self,
@@ -206,39 +228,39 @@ class AgentClient:
         body |= {key: value for key, value in (("cwd", cwd), ("user", user)) if value}
         if stdin is not None:
             body["stdin"] = base64.b64encode(stdin).decode()
-        answer = await self.call("/exec", body, seconds=timeout + 30, most=guest_json.MAX_BYTES)
+        response = await self.call("/exec", body, seconds=timeout + 30, max_bytes=guest_json.MAX_BYTES)
         try:
             return ExecResult(
-                exit_code=guest_json.read_integer(answer["exitCode"], *_EXIT_CODES),
-                stdout=await guest_json.decode_base64(answer.pop("stdout", "")),
-                stderr=await guest_json.decode_base64(answer.pop("stderr", "")),
-                timed_out=answer.get("timedOut") is True,
+                exit_code=guest_json.read_integer(response["exitCode"], *_EXIT_CODES),
+                stdout=await guest_json.decode_base64(response.pop("stdout", "")),
+                stderr=await guest_json.decode_base64(response.pop("stderr", "")),
+                timed_out=response.get("timedOut") is True,
             )
-        except _NO_RESULT:
-            raise BackendFailed("the sandbox's agent sent an invalid answer to /exec") from None
+        except _INVALID_RESPONSE_ERRORS:
+            raise guest_json.invalid_response_error("sent an invalid response to /exec") from None
 
     async def eval(self, code: str, *, timeout: float) -> EvalResult:
-        """Evaluate code in the default Python context of the sandbox's interpreter, which keeps its state."""
+        """Evaluate code in the default Python context of the sandbox's interpreter. The context keeps its state."""
         try:
             body = {"code": code, "timeout": timeout}
-            answer = await self.call("/eval", body, seconds=timeout + 30, most=guest_json.MAX_BYTES)
-            exit_code = guest_json.read_integer(answer["exit_code"], *_EXIT_CODES)
-            return EvalResult(_require_string(answer["result"]), _require_string(answer["error"]), exit_code)
+            response = await self.call("/eval", body, seconds=timeout + 30, max_bytes=guest_json.MAX_BYTES)
+            exit_code = guest_json.read_integer(response["exit_code"], *_EXIT_CODES)
+            return EvalResult(_require_string(response["result"]), _require_string(response["error"]), exit_code)
         except Invalid as error:
             if error.message != "/eval not found":
                 raise
             raise Unsupported(
                 "the agent of this sandbox is too old to evaluate code: build its template again"
             ) from None
-        except _NO_RESULT:
-            raise BackendFailed("the sandbox's agent sent an invalid answer to /eval") from None
+        except _INVALID_RESPONSE_ERRORS:
+            raise guest_json.invalid_response_error("sent an invalid response to /eval") from None
 
     async def ping(self, *, seconds: float) -> None:
-        """Make one round trip to the agent. Raises BackendFailed or Timeout."""
+        """Check that the agent responds. Raises BackendFailed or Timeout."""
         await self.call("/health", None, seconds=seconds)
 
-    async def shell(self, command: str, output: Callable[[bytes], None], *, seconds: float) -> int:
-        """Run ``/bin/sh -c command`` as root and pass on its output as it arrives. Returns the exit code."""
+    async def run_shell(self, command: str, output: Callable[[bytes], None], *, seconds: float) -> int:
+        """Run ``/bin/sh -c command`` as root, pass its output to ``output`` as it arrives, and return the exit code."""
         try:
             async with asyncio.timeout(seconds):
                 async for event in self._start(command):
@@ -248,12 +270,15 @@ class AgentClient:
                     if "end" in event:
                         return guest_json.read_integer(_get_object(event, "end").get("exitCode", 0), *_EXIT_CODES)
         except TimeoutError:
-            raise Timeout(f"the command did not end within {seconds:g} s") from None
+            raise Timeout(f"the command did not end within {seconds:g} s: increase its timeout") from None
         except (OSError, h11.RemoteProtocolError) as error:
-            raise BackendFailed(f"the connection to the sandbox broke during the command: {error}") from None
+            raise BackendFailed(
+                f"the connection to the sandbox broke during the command: {error}. Check that the sandbox is running, "
+                "and run the command again"
+            ) from None
         except ValueError:
-            raise BackendFailed("the sandbox's agent sent invalid output of a command") from None
-        raise BackendFailed("the sandbox's agent ended the command's output early")
+            raise guest_json.invalid_response_error("sent invalid command output") from None
+        raise guest_json.invalid_response_error("closed the command's output before the command ended")
 
     async def launch(self, command: str) -> None:
         """Start ``/bin/sh -c command`` as root and leave it running."""
@@ -262,7 +287,7 @@ class AgentClient:
             async with asyncio.timeout(30):
                 await anext(stream)
         except (TimeoutError, StopAsyncIteration, OSError, h11.RemoteProtocolError) as error:
-            raise BackendFailed(f"the start command could not be started: {error}") from None
+            raise BackendFailed(f"the start command could not be started: {error}. Build the template again") from None
         finally:
             await stream.aclose()
 
@@ -284,14 +309,14 @@ class AgentClient:
             _close_writer(writer)
 
     async def _frames(self, chunks: AsyncIterator[bytes]) -> AsyncIterator[tuple[int, dict[str, Any]]]:
-        """Yield Connect frames: a flag byte, a big-endian length, that many bytes of JSON."""
+        """Yield the flags and the message of each Connect frame: a flag byte, a big-endian length, and JSON."""
         data = bytearray()
         async for chunk in chunks:
             data += chunk
             while len(data) >= 5:
                 flags, length = struct.unpack_from(">BI", data)
                 if length > _MAX_FRAME_BYTES:
-                    raise BackendFailed(f"the sandbox's agent sent a frame of more than {_MAX_FRAME_BYTES} bytes")
+                    raise guest_json.invalid_response_error(f"sent a frame longer than {_MAX_FRAME_BYTES} bytes")
                 if len(data) < 5 + length:
                     break
                 frame = bytes(data[5 : 5 + length])
@@ -304,13 +329,13 @@ class AgentClient:
         writer: asyncio.StreamWriter,
         path: str,
         body: dict[str, Any] | None,
-        most: int = guest_json.DEFAULT_BYTES,
+        max_bytes: int = guest_json.DEFAULT_BYTES,
     ) -> dict[str, Any]:
-        sent = None if body is None else json.dumps(body).encode()
-        with guest_json.Answer(self._address, path, most) as answer:
-            async for chunk in self._request(reader, writer, path, sent, "application/json"):
-                await answer.feed(chunk)
-            return await answer.parse()
+        payload = None if body is None else json.dumps(body).encode()
+        with guest_json.ResponseReader(self._address, path, max_bytes) as response:
+            async for chunk in self._request(reader, writer, path, payload, "application/json"):
+                await response.feed(chunk)
+            return await response.parse()
 
     async def _request(
         self,
@@ -320,7 +345,7 @@ class AgentClient:
         body: bytes | None,
         content_type: str,
     ) -> AsyncIterator[bytes]:
-        """Send one request and yield the body of the answer, which is untrusted because it comes from the sandbox."""
+        """Send one request and yield the body of the response, which is untrusted because it comes from the sandbox."""
         connection = h11.Connection(h11.CLIENT)
         headers = [("Host", "agent")]
         if body is not None:
@@ -331,18 +356,18 @@ class AgentClient:
             headers.append(("X-Gateway-Key", self._key))
         method = "GET" if body is None else "POST"
         request = h11.Request(method=method, target=path, headers=headers)
-        sent = [request, h11.Data(data=body or b""), h11.EndOfMessage()]
-        writer.write(b"".join(connection.send(event) or b"" for event in sent))
+        events = [request, h11.Data(data=body or b""), h11.EndOfMessage()]
+        writer.write(b"".join(connection.send(event) or b"" for event in events))
         await writer.drain()
         status, refusal = 0, b""
         while True:
             event = connection.next_event()
             if event is h11.NEED_DATA:
-                connection.receive_data(await reader.read(_READ))
+                connection.receive_data(await reader.read(_READ_BYTES))
             elif isinstance(event, h11.InformationalResponse):
-                # No request expects an interim answer. Thousands of them fit into one read, and their number is
+                # No request expects an interim response. Thousands of them fit into one read, and their number is
                 # unlimited.
-                raise BackendFailed(f"the sandbox's agent sent an invalid answer to {path}")
+                raise guest_json.invalid_response_error(f"sent an invalid response to {path}")
             elif isinstance(event, h11.Response):
                 status = event.status_code
             elif isinstance(event, h11.Data):
@@ -371,7 +396,7 @@ class AgentClient:
 
 
 def _with_current_time(body: dict[str, Any]) -> dict[str, Any]:
-    """Set the time of an identity to the current time."""
+    """Return the body of an identity request with the current time."""
     return body | {"time": time.time()}
 
 
@@ -382,19 +407,19 @@ def _line_message(body: dict[str, Any]) -> bytes:
 def _require_string(value: object) -> str:
     """Return ``value``. Raises ValueError if it is not a string."""
     if not isinstance(value, str):
-        raise ValueError("no text")
+        raise ValueError("not a string")
     return value
 
 
 def _get_object(message: dict[str, Any], name: str) -> dict[str, Any]:
-    """Return the object called ``name``; an empty object if there is none."""
-    part = message.get(name)
-    return part if isinstance(part, dict) else {}
+    """Return the object in the field ``name``; an empty object if there is none."""
+    value = message.get(name)
+    return value if isinstance(value, dict) else {}
 
 
-def _clean_reason(words: object) -> str:
-    """Return a guest's error message, printable and shortened, for use in the gateway's messages."""
-    return remove_control_characters(str(words)[:_MAX_REASON_LETTERS])
+def _clean_reason(message: object) -> str:
+    """Return a guest's error message without control characters and shortened, for use in the gateway's messages."""
+    return remove_control_characters(str(message)[:_MAX_REASON_LENGTH])
 
 
 def _close_writer(writer: asyncio.StreamWriter) -> None:
@@ -403,7 +428,7 @@ def _close_writer(writer: asyncio.StreamWriter) -> None:
 
 
 def _discard_attempt(attempt: asyncio.Task[Streams]) -> None:
-    """Cancel a connection attempt, and close the connection if it succeeds before that."""
+    """Cancel a connection attempt. If it has already succeeded, close the connection."""
     attempt.add_done_callback(_close_if_connected)
     attempt.cancel()
 

@@ -22,12 +22,12 @@ class Agents:
         return AgentClient(self._host.endpoint(sandbox), self.access_token(sandbox))
 
     def endpoint(self, ref: str) -> tuple[str, str]:
-        """Return (address, access token) of a running sandbox."""
+        """Return ``(address, access token)`` of a running sandbox's agent."""
         sandbox = self._context.require_running(ref)
         return self._host.endpoint(sandbox).address, self.access_token(sandbox)
 
     async def identify(self, sandbox: Sandbox, *, booted: bool) -> None:
-        """Send the machine of a sandbox its identity. Returns when its agent has answered."""
+        """Send the machine of a sandbox its identity, and wait for the agent's response."""
         identity = Identity(
             sandbox_id=sandbox.id,
             hostname=sandbox.hostname,
@@ -37,7 +37,9 @@ class Agents:
             grow_disk=booted,
         )
         seconds = self._host.boot_seconds if booted else self._host.resume_seconds
-        await self.client(sandbox).identify(identity, seconds=seconds, gone=partial(self._host.end_reason, sandbox))
+        await self.client(sandbox).identify(
+            identity, seconds=seconds, end_reason=partial(self._host.end_reason, sandbox)
+        )
 
     def _name_servers(self, policy: NetworkPolicy) -> list[str]:
-        return self._host.name_servers() if policy.allow_internet or policy.allow_out else []
+        return self._host.name_servers() if policy.allows_egress else []

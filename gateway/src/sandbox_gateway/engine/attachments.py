@@ -33,7 +33,7 @@ class Attachments:
     async def attach(self, sandbox_ref: str, spec: MountSpec) -> Mount:
         """Mount a volume in a running sandbox.
 
-        The record is saved first, so that the mount is completed after a crash.
+        The record is saved first, so that the mount can be completed after a crash.
         """
         if spec.clone:
             raise Invalid(
@@ -52,20 +52,20 @@ class Attachments:
             return mount
 
     async def _attach(self, sandbox: Sandbox, mount: Mount) -> None:
-        changed = await save_sandbox(self._context, sandbox.id, mounts=[*sandbox.mounts, mount])
+        updated = await save_sandbox(self._context, sandbox.id, mounts=[*sandbox.mounts, mount])
         try:
-            await self._host.attach(changed, mount)
+            await self._host.attach(updated, mount)
             try:
-                await self.mount_inside(changed)
+                await self.mount_inside(updated)
             except BaseException:
-                await self._unmount(changed, mount)
+                await self._unmount(updated, mount)
                 raise
         except BaseException:
             await save_sandbox(self._context, sandbox.id, mounts=sandbox.mounts)
             raise
 
     async def detach(self, sandbox_ref: str, volume_ref: str) -> None:
-        """Detach a volume from a sandbox, even while programs use it; a paused sandbox resumes without it."""
+        """Detach a volume from a sandbox, even while programs use it. A paused sandbox resumes without the volume."""
         async with self._locking.sandbox(sandbox_ref) as sandbox:
             # A volume whose record is missing can be named by its id.
             mount = next((each for each in sandbox.mounts if each.volume == volume_ref), None)
@@ -75,7 +75,12 @@ class Attachments:
                 name = volume.name
                 mount = next((each for each in sandbox.mounts if each.volume == volume.id), None)
             if mount is None:
-                raise NotFound(f"in sandbox {sandbox.name}, volume", name, resource="mount", parent=sandbox.name)
+                raise NotFound(
+                    "mount",
+                    name,
+                    message=f"volume {name!r} is not attached to sandbox {sandbox.name!r}: check the names of both",
+                    parent=sandbox.name,
+                )
             await finish_despite_cancellation(self._detach(sandbox, mount))
             self._events.publish("volume.detached", volumeID=name, sandboxID=sandbox.id)
             await self._collector.collect()
@@ -86,14 +91,15 @@ class Attachments:
         await save_sandbox(self._context, sandbox.id, mounts=_mounts_without(sandbox, mount).mounts)
 
     async def _unmount(self, sandbox: Sandbox, mount: Mount) -> None:
-        """Unmount inside the sandbox first, so that no program sees a dead mount; then on the host, even if the agent
-        fails.
+        """Unmount inside the sandbox first, so that no program sees a dead mount.
+
+        Then unmount on the host, even if the agent has failed.
         """
         remaining = _mounts_without(sandbox, mount)
         if self._host.guest_mounts(sandbox):
             try:
                 guest_mounts = self._host.guest_mounts(remaining)
-                await self._agents.client(sandbox).mounts(guest_mounts, seconds=_UNMOUNT_SECONDS)
+                await self._agents.client(sandbox).set_mounts(guest_mounts, seconds=_UNMOUNT_SECONDS)
             except GatewayError as error:
                 log.warning(
                     "the agent could not unmount a volume", sandbox=sandbox.id, path=mount.path, reason=error.message
@@ -101,16 +107,16 @@ class Attachments:
         await self._host.detach(remaining, mount)
 
     async def mount_inside(self, sandbox: Sandbox, *, stale: bool = False, seconds: float = _MOUNT_SECONDS) -> None:
-        """Make the agent mount volumes that the host cannot mount from outside.
+        """Make the agent mount the volumes that the host cannot mount from outside.
 
-        ``stale``: the agent may have other mounts.
+        ``stale``: the guest may still have mounts of other volumes, which the agent then removes.
         """
         guest_mounts = self._host.guest_mounts(sandbox)
         if guest_mounts or stale:
-            await self._agents.client(sandbox).mounts(guest_mounts, seconds=seconds)
+            await self._agents.client(sandbox).set_mounts(guest_mounts, seconds=seconds)
 
     async def complete_mounts(self, sandbox_id: str) -> None:
-        """After a restart, complete an attachment or detachment that was interrupted."""
+        """Complete an attachment or detachment that a restart interrupted."""
         async with self._locking.sandbox(sandbox_id) as sandbox:
             if sandbox.state is SandboxState.RUNNING:
                 await self.mount_inside(sandbox)

@@ -1,4 +1,4 @@
-"""Backoff: repeated failures of work on the same object delay the next attempt."""
+"""Exponential backoff for work that fails repeatedly on the same object."""
 
 from __future__ import annotations
 
@@ -10,26 +10,26 @@ _LONGEST_SECONDS = 60.0
 
 
 class Backoff:
-    """The times of the next attempts, by object; each failure doubles the wait, up to a minute."""
+    """Tracks when to retry each object. Each failure doubles the wait, up to a minute."""
 
     def __init__(self) -> None:
         self._waits: dict[str, tuple[float, float]] = {}
-        """(seconds, end) by object; the end is monotonic time."""
+        """By id: the wait in seconds, and the monotonic time when it is over."""
 
     def is_due(self, id: str) -> bool:
         return id not in self._waits or self._waits[id][1] <= time.monotonic()
 
     def delay(self, id: str) -> None:
-        """Delay the next attempt, because this one failed."""
+        """Delay the next attempt, because an attempt failed."""
         seconds = min(2 * self._waits[id][0], _LONGEST_SECONDS) if id in self._waits else _FIRST_SECONDS
         self._waits[id] = seconds, time.monotonic() + seconds
 
-    def due(self) -> list[str]:
-        """Return the objects whose wait is over."""
+    def list_due(self) -> list[str]:
+        """Return the ids of the objects whose wait is over."""
         return [id for id in self._waits if self.is_due(id)]
 
-    def keep(self, ids: Container[str]) -> None:
-        """Forget all other objects."""
+    def retain_only(self, ids: Container[str]) -> None:
+        """Forget all objects except ``ids``."""
         self.forget([each for each in self._waits if each not in ids])
 
     def forget(self, ids: Iterable[str]) -> None:

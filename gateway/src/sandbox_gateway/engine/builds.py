@@ -1,4 +1,4 @@
-"""The build of a template: its log, which clients can follow, and its outcome."""
+"""The build of a template, with a log that clients can follow."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ MAX_LINE_LENGTH = 2000
 
 @dataclass
 class Build:
-    """A build. ``status`` is "building", "ready" or "error"; ``reason`` says why it failed."""
+    """A build of a template. ``status`` is "building", "ready" or "error"; ``reason`` says why it failed."""
 
     template_id: str
     name: str
@@ -34,27 +34,27 @@ class Build:
     reason: str = ""
     lines: list[str] = field(default_factory=list)
     started_at: datetime = field(default_factory=now)
-    _bytes: int = 0
-    _left_out: int = 0
-    _last: deque[str] = field(default_factory=lambda: deque(maxlen=_LAST_LINES))
-    _changed: asyncio.Event = field(default_factory=asyncio.Event)
+    _size: int = 0
+    _omitted_count: int = 0
+    _last_lines: deque[str] = field(default_factory=lambda: deque(maxlen=_LAST_LINES))
+    _update: asyncio.Event = field(default_factory=asyncio.Event)
 
     def log(self, line: str) -> None:
-        """Append a line. The log keeps the first ``_MAX_BYTES`` and the last lines."""
+        """Append a line. The log keeps the first ``_MAX_BYTES`` and the last ``_LAST_LINES`` lines."""
         line = remove_control_characters(line[:MAX_LINE_LENGTH]).rstrip()
-        self._bytes += sys.getsizeof(line)
-        if self._bytes <= _MAX_BYTES:
+        self._size += sys.getsizeof(line)
+        if self._size <= _MAX_BYTES:
             self.lines.append(line)
             self._wake()
         else:
-            self._left_out += 1
-            self._last.append(line)
+            self._omitted_count += 1
+            self._last_lines.append(line)
 
     def end(self, status: str, reason: str = "") -> None:
-        if self._left_out > len(self._last):
-            self.lines.append(f"({self._left_out - len(self._last)} lines are left out here)")
-        self.lines += self._last
-        self._last.clear()
+        if self._omitted_count > len(self._last_lines):
+            self.lines.append(f"({self._omitted_count - len(self._last_lines)} lines omitted)")
+        self.lines += self._last_lines
+        self._last_lines.clear()
         self.status, self.reason = status, reason
         self._wake()
 
@@ -62,34 +62,34 @@ class Build:
         """Yield the lines from ``start``, until the build has ended."""
         position = start
         while True:
-            changed = self._changed
+            update = self._update
             for line in self.lines[position:]:
                 yield line
                 position += 1
             if self.status != "building":
                 return
             if position == len(self.lines):
-                await changed.wait()
+                await update.wait()
 
     def _wake(self) -> None:
-        changed, self._changed = self._changed, asyncio.Event()
-        changed.set()
+        update, self._update = self._update, asyncio.Event()
+        update.set()
 
 
 class LogLines:
-    """Splits a command's output into lines for the log; keeps only the first bytes of an endless line."""
+    """Splits a command's output into lines for the log. Lines are cut at ``MAX_LINE_LENGTH`` characters."""
 
     def __init__(self, build: Build) -> None:
         self._build = build
-        self._rest = ""
+        self._partial_line = ""
 
-    def take(self, data: bytes) -> None:
-        *lines, rest = data.decode(errors="replace").split("\n")
+    def feed(self, data: bytes) -> None:
+        *lines, partial_line = data.decode(errors="replace").split("\n")
         for line in lines:
-            self._build.log(self._rest + line)
-            self._rest = ""
-        self._rest = (self._rest + rest)[:MAX_LINE_LENGTH]
+            self._build.log(self._partial_line + line)
+            self._partial_line = ""
+        self._partial_line = (self._partial_line + partial_line)[:MAX_LINE_LENGTH]
 
     def flush(self) -> None:
-        if self._rest:
-            self._build.log(self._rest)
+        if self._partial_line:
+            self._build.log(self._partial_line)

@@ -1,4 +1,4 @@
-"""Capture: snapshots of sandboxes that keep running."""
+"""Take snapshots of running sandboxes, which keep running."""
 
 from __future__ import annotations
 
@@ -51,32 +51,33 @@ class Captures:
     ) -> Snapshot:
         """Capture a sandbox. The snapshot becomes the sandbox's head, unless it is taken for a pause.
 
-        On failure no snapshot remains, unless the source died: the error then says that the snapshot is valid.
+        On failure no snapshot remains, with one exception: if the source stopped after the capture, the error says
+        that the snapshot is valid.
         """
-        taken = await self.capture_state(sandbox, snapshot, memory=memory, volumes=volumes)
+        snapshot = await self.capture_state(sandbox, snapshot, memory=memory, volumes=volumes)
         try:
-            taken = await self._add_to_lineage(sandbox, taken)
+            snapshot = await self._add_to_lineage(sandbox, snapshot)
         except BaseException:
-            await self.undo(taken.id)
+            await self.undo(snapshot.id)
             raise
         self._context.events.publish(
-            "snapshot.created", snapshotID=taken.id, sandboxID=sandbox.id, pauseMs=taken.pause_ms
+            "snapshot.created", snapshotID=snapshot.id, sandboxID=sandbox.id, pauseMs=snapshot.pause_ms
         )
         if reason := self._host.end_reason(sandbox):
             raise BackendFailed(
-                f"snapshot {taken.id} was taken and is valid, but the source sandbox stopped afterwards: "
+                f"snapshot {snapshot.id} was taken and is valid, but the source sandbox stopped afterwards: "
                 f"{reason}. Resume it, or use the snapshot"
             )
-        return taken
+        return snapshot
 
-    async def _add_to_lineage(self, sandbox: Sandbox, taken: Snapshot) -> Snapshot:
+    async def _add_to_lineage(self, sandbox: Sandbox, snapshot: Snapshot) -> Snapshot:
         head = self._index.sandbox(sandbox.id).head
-        if head != taken.parent:
+        if head != snapshot.parent:
             # The former head was deleted during the capture.
-            taken = await save_snapshot(self._context, taken.id, parent=head)
-        if taken.kind is not SnapshotKind.PAUSE:
-            await save_sandbox(self._context, sandbox.id, head=taken.id)
-        return taken
+            snapshot = await save_snapshot(self._context, snapshot.id, parent=head)
+        if snapshot.kind is not SnapshotKind.PAUSE:
+            await save_sandbox(self._context, sandbox.id, head=snapshot.id)
+        return snapshot
 
     async def undo(self, id: str) -> None:
         """Remove a snapshot, if it was committed, because a later step of its operation failed."""
@@ -91,19 +92,19 @@ class Captures:
     async def capture_state(
         self, sandbox: Sandbox, snapshot: Snapshot, *, memory: bool, volumes: Iterable[str] = ()
     ) -> Snapshot:
-        """Capture a sandbox and the given ``volumes``. ``memory``: include its memory, if the host can.
+        """Capture a sandbox and the given ``volumes``. ``memory``: include its memory, if the host supports that.
 
-        The sandbox's own record does not change, and need not be saved.
+        The sandbox's own record does not change, and may be unsaved.
         """
         memory = memory and self._host.abilities.memory
-        async with self._locking.volumes(self._require_mounted(sandbox, volumes)) as found:
-            parts = _new_volume_snapshot_records(snapshot, found)
+        async with self._locking.volumes(self._require_mounted(sandbox, volumes)) as locked_volumes:
+            volume_snapshots = _new_volume_snapshot_records(snapshot, locked_volumes)
             async with self._flushed(sandbox, freeze=not memory and not self._host.abilities.atomic_capture):
-                taken = await self._host.capture(sandbox, snapshot, memory=memory, volumes=parts)
-            for volume, part in zip(found, parts, strict=True):
-                self._volumes.add_snapshot(volume, part)
-        self._index.put(taken)
-        return taken
+                snapshot = await self._host.capture(sandbox, snapshot, memory=memory, volumes=volume_snapshots)
+            for volume, volume_snapshot in zip(locked_volumes, volume_snapshots, strict=True):
+                self._volumes.add_snapshot(volume, volume_snapshot)
+        self._index.put(snapshot)
+        return snapshot
 
     def _require_mounted(self, sandbox: Sandbox, refs: Iterable[str]) -> list[str]:
         """Return the ids of the volumes in ``refs``. Raises Invalid for one that ``sandbox`` does not mount."""
@@ -119,7 +120,7 @@ class Captures:
     async def _write_through(self, sandbox: Sandbox) -> None:
         """Make the guest write its cache to the disk, so that the disk alone is usable and equals the new head.
 
-        A guest that is too busy is captured without this step, because the captured memory includes the cache.
+        If the guest is too busy, it is captured anyway, because the captured memory includes the cache.
         """
         try:
             await self._agents.client(sandbox).call("/sync", {}, seconds=_SYNC_SECONDS)
@@ -128,25 +129,29 @@ class Captures:
 
     @contextlib.asynccontextmanager
     async def _flushed(self, sandbox: Sandbox, *, freeze: bool) -> AsyncIterator[None]:
-        """Flush the guest's cache to the disk. ``freeze``: also block its writes inside this context."""
+        """Flush the guest's cache to the disk. ``freeze``: also block the guest's writes inside this context."""
         if not freeze:
             await self._write_through(sandbox)
             yield
             return
         agent = self._agents.client(sandbox)
         if not (await agent.call("/freeze", {"seconds": _FREEZE_SECONDS})).get("frozen"):
-            raise BackendFailed("the sandbox's file system could not be frozen: capture it with its memory")
+            raise BackendFailed("the sandbox's file system could not be frozen: take the snapshot with memory instead")
         try:
             yield
         finally:
-            await agent.call("/thaw", {})
+            # By now the snapshot may be committed, and the agent thaws the file system itself after a while.
+            try:
+                await agent.call("/thaw", {})
+            except GatewayError as error:
+                log.warning("thaw failed", sandbox=sandbox.id, reason=error.message)
 
 
 def _new_volume_snapshot_records(snapshot: Snapshot, volumes: Iterable[Volume]) -> list[VolumeSnapshot]:
-    """Create records for snapshots of ``volumes`` as parts of ``snapshot``, and add them to ``snapshot``'s record."""
-    found = [
+    """Create the records of volume snapshots that are part of ``snapshot``, and list them in ``snapshot``'s record."""
+    records = [
         VolumeSnapshot(name=snapshot.id, volume=each.id, size_mb=each.size_mb, sandbox_snapshot=snapshot.id)
         for each in volumes
     ]
-    snapshot.volumes = [VolumeCapture(volume=each.volume, snapshot=each.id) for each in found]
-    return found
+    snapshot.volumes = [VolumeCapture(volume=each.volume, snapshot=each.id) for each in records]
+    return records

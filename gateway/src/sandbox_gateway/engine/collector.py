@@ -1,4 +1,4 @@
-"""Remove snapshots and volumes, on request and once they are unused."""
+"""Remove snapshots and volumes, either on request or when they become unused."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from collections.abc import AsyncIterator
 from sandbox_gateway.engine.backoff import Backoff
 from sandbox_gateway.engine.context import Context
 from sandbox_gateway.engine.record_changes import record_locked, save_sandbox, save_snapshot
-from sandbox_gateway.engine.references import References, named_outside_users
+from sandbox_gateway.engine.references import References, external_users_named
 from sandbox_gateway.errors import GatewayError, NotFound
 from sandbox_gateway.log import Logger
 from sandbox_gateway.records import Record, Sandbox, Snapshot, SnapshotKind, Volume, VolumeSnapshot
@@ -24,14 +24,14 @@ class Collector:
         self._host = context.host
         self._index = context.index
         self._references = references
-        self._lineage = asyncio.Lock()
+        self._lineage_lock = asyncio.Lock()
         self._backoff = Backoff()
-        """Of removals that failed: each attempt writes the records of all descendants twice."""
+        """Delays the retries of failed removals, each of which writes the records of all descendants twice."""
         self._removing: dict[str, Snapshot] = {}
         """Snapshots that are still on the host but no longer in the index, with their current parents."""
 
     async def remove_snapshot(self, snapshot: Snapshot) -> None:
-        """Remove an unused snapshot, with its snapshots of volumes.
+        """Remove an unused snapshot and its snapshots of volumes.
 
         Its parent becomes the parent of its descendants.
         """
@@ -40,21 +40,21 @@ class Collector:
         await finish_despite_cancellation(self._remove_snapshot(snapshot.id))
 
     async def _remove_snapshot(self, id: str) -> None:
-        moved: list[Sandbox | Snapshot] = []
+        former_records: list[Sandbox | Snapshot] = []
         parent = ""
         try:
-            # Move the descendants first, so that a crash in between leaves them in their tree.
-            async with self._lineage:
+            # Move the descendants first, so that they stay in their tree even after a crash.
+            async with self._lineage_lock:
                 parent = self._removing[id].parent
-                moved = await self._reparent(id, parent)
+                former_records = await self._reparent(id, parent)
             async with record_locked(self._context, self._removing[id]):
                 snapshot = self._removing[id]
-                with named_outside_users(snapshot):
+                with external_users_named(snapshot):
                     await self._host.remove_snapshot(snapshot)
         except BaseException:
-            async with self._lineage:
+            async with self._lineage_lock:
                 self._index.put(self._removing.pop(id))
-                await self._restore(id, parent, moved)
+                await self._undo_reparent(id, parent, former_records)
             raise
         del self._removing[id]
         if not snapshot.is_hidden:
@@ -66,24 +66,24 @@ class Collector:
                 log.warning("a volume snapshot could not be removed", volume_snapshot=each.id, reason=error.message)
 
     async def _reparent(self, id: str, parent: str) -> list[Sandbox | Snapshot]:
-        """Make ``parent`` the parent of the descendants of ``id``. Returns their former records.
+        """Make ``parent`` the parent of the children of ``id``. Return their former records.
 
-        A descendant whose record cannot be saved stays as it is, so that a full disk does not prevent a removal.
+        A child whose record cannot be saved keeps its parent, so that a full disk does not prevent a removal.
         """
-        moved: list[Sandbox | Snapshot] = []
-        tried: set[str] = set()
+        former_records: list[Sandbox | Snapshot] = []
+        attempted_ids: set[str] = set()
         # A concurrent capture can add descendants.
-        while found := [each for each in self._descendants(id) if each.id not in tried]:
-            for each in found:
-                tried.add(each.id)
+        while descendants := [each for each in self._descendants(id) if each.id not in attempted_ids]:
+            for each in descendants:
+                attempted_ids.add(each.id)
                 try:
                     if isinstance(each, Sandbox):
                         await save_sandbox(self._context, each.id, only_if={"head": id}, head=parent)
                     else:
                         await save_snapshot(self._context, each.id, only_if={"parent": id}, parent=parent)
-                    moved.append(each)
+                    former_records.append(each)
                 except NotFound:
-                    pass  # the snapshot was removed meanwhile
+                    pass  # the child was removed in the meantime
                 except GatewayError as error:
                     log.warning(
                         "the new parent of a descendant could not be saved",
@@ -91,18 +91,18 @@ class Collector:
                         parent=parent,
                         reason=error.message,
                     )
-        for other, snapshot in self._removing.items():
+        for other_id, snapshot in self._removing.items():
             if snapshot.parent == id:
-                self._removing[other] = snapshot.model_copy(update={"parent": parent})
-        return moved
+                self._removing[other_id] = snapshot.model_copy(update={"parent": parent})
+        return former_records
 
-    async def _restore(self, id: str, parent: str, moved: list[Sandbox | Snapshot]) -> None:
-        """Undo ``_reparent`` for descendants that have not changed since."""
-        for each in moved:
+    async def _undo_reparent(self, id: str, parent: str, former_records: list[Sandbox | Snapshot]) -> None:
+        """Undo ``_reparent`` for children that have not changed since."""
+        for each in former_records:
             with contextlib.suppress(GatewayError):
                 if isinstance(each, Sandbox):
-                    unchanged = {"head": parent, "instance": each.instance}
-                    await save_sandbox(self._context, each.id, only_if=unchanged, head=id)
+                    conditions = {"head": parent, "instance": each.instance}
+                    await save_sandbox(self._context, each.id, only_if=conditions, head=id)
                 else:
                     await save_snapshot(self._context, each.id, only_if={"parent": parent}, parent=id)
 
@@ -116,7 +116,7 @@ class Collector:
         self._index.remove(snapshot.id)
         try:
             volume = self._index.volumes.get(snapshot.volume)
-            with named_outside_users(snapshot, volume.name if volume else snapshot.volume):
+            with external_users_named(snapshot, volume.name if volume else snapshot.volume):
                 await self._host.remove_volume_snapshot(snapshot)
         except BaseException:
             self._index.put(snapshot)
@@ -128,7 +128,7 @@ class Collector:
         for record in records:
             self._index.remove(record.id)
         try:
-            with named_outside_users(volume):
+            with external_users_named(volume):
                 await self._host.remove_volume(volume)
         except BaseException:
             for record in records:
@@ -137,14 +137,14 @@ class Collector:
         self._context.events.publish("volume.deleted", volumeID=volume.name)
 
     async def retry(self) -> None:
-        """Collect again if the wait after a failure is over."""
-        if due := self._backoff.due():
+        """Retry failed removals whose wait is over."""
+        if due_ids := self._backoff.list_due():
             await self.collect()
-            # Those that are due even now are gone, or in use again.
-            self._backoff.forget({*due}.intersection(self._backoff.due()))
+            # Objects that are still due have been removed, or are in use again.
+            self._backoff.forget({*due_ids}.intersection(self._backoff.list_due()))
 
     async def collect(self) -> None:
-        """Remove hidden snapshots without users, and clones of volumes whose last sandbox is gone."""
+        """Remove hidden snapshots without users, and clones of volumes that no sandbox mounts any more."""
         await self._collect_volumes()
         await self._collect_volume_snapshots()
         await self._collect_snapshots()
@@ -153,20 +153,20 @@ class Collector:
 
     @contextlib.asynccontextmanager
     async def pinned(self, *records: Snapshot | VolumeSnapshot) -> AsyncIterator[None]:
-        """Keep snapshots from being removed inside this context; those that became unused in it are collected then."""
+        """Prevent the removal of snapshots inside this context. On exit, collect those that have become unused."""
         try:
             with self._index.pinned(*records):
                 yield
         finally:
             ids = {each.id if isinstance(each, Snapshot) else each.sandbox_snapshot for each in records}
-            if any(_is_collected(each) for each in self._index.snapshots.values() if each.id in ids):
+            if any(_is_collectable(each) for each in self._index.snapshots.values() if each.id in ids):
                 await finish_despite_cancellation(self.collect())
 
     async def _collect_snapshots(self) -> None:
         for id in list(self._index.snapshots):
             # Read the record late, because removing one snapshot changes the records of others.
             snapshot = self._index.snapshots.get(id)
-            if snapshot is None or not _is_collected(snapshot) or not self._backoff.is_due(id):
+            if snapshot is None or not _is_collectable(snapshot) or not self._backoff.is_due(id):
                 continue
             heads = (sandbox.head for sandbox in self._index.sandboxes.values())
             if self._index.sandboxes_using(snapshot) or (not snapshot.doomed and snapshot.id in heads):
@@ -181,17 +181,21 @@ class Collector:
                 self._backoff.delay(id)
 
     async def _collect_volume_snapshots(self) -> None:
-        """Remove unused volume snapshots of clones' snapshots.
+        """Remove unused volume snapshots that are part of clone captures.
 
-        Those snapshots may stay long, as the heads of their sources.
+        The captures themselves may be kept for a long time, as the heads of their sources.
         """
         for snapshot in list(self._index.snapshots.values()):
-            transient = snapshot.kind is SnapshotKind.TRANSIENT
-            found = self._references.volume_snapshots_in(snapshot) if transient else []
-            if not found or self._references.is_pinned(snapshot) or self._references.blocking_volumes(found):
+            is_transient = snapshot.kind is SnapshotKind.TRANSIENT
+            volume_snapshots = self._references.volume_snapshots_in(snapshot) if is_transient else []
+            if (
+                not volume_snapshots
+                or self._references.is_pinned(snapshot)
+                or self._references.blocking_volumes(volume_snapshots)
+            ):
                 continue
             try:
-                for each in found:
+                for each in volume_snapshots:
                     await finish_despite_cancellation(self.remove_volume_snapshot(each))
                 await save_snapshot(self._context, snapshot.id, volumes=[])
             except GatewayError as error:
@@ -212,6 +216,6 @@ class Collector:
                 self._backoff.delay(volume.id)
 
 
-def _is_collected(snapshot: Snapshot) -> bool:
-    """Return whether a snapshot is removed when nobody uses it."""
+def _is_collectable(snapshot: Snapshot) -> bool:
+    """Return whether a snapshot is removed as soon as it is unused."""
     return snapshot.doomed or snapshot.kind is SnapshotKind.TRANSIENT

@@ -13,7 +13,7 @@ from sandbox_gateway.engine.spec import EvalResult, ExecResult
 from sandbox_gateway.errors import BackendFailed, Busy, Conflict, GatewayError, Gone, NotFound, Timeout
 from sandbox_gateway.records import Sandbox, SandboxState
 
-_CHECK_INTERVAL = 0.25
+_CHECK_INTERVAL_SECONDS = 0.25
 _PING_SECONDS = 10
 _Result = TypeVar("_Result")
 
@@ -35,58 +35,66 @@ class Commands:
         timeout: float = 60,
         stdin: bytes | None = None,
     ) -> ExecResult:
-        """Run a program to its end, for at most ``timeout`` seconds."""
+        """Run a program and wait until it ends, for at most ``timeout`` seconds."""
         sandbox = self._context.require_running(ref)
         command = self._agents.client(sandbox).exec(args, env=env, cwd=cwd, user=user, timeout=timeout, stdin=stdin)
         return await self._run_in_sandbox(sandbox, command)
 
     async def eval(self, ref: str, code: str, *, timeout: float = 60) -> EvalResult:
-        """Evaluate Python in the sandbox's own interpreter, whose state is part of the sandbox's memory."""
+        """Evaluate Python code in the sandbox's interpreter, whose state is part of the sandbox's memory."""
         sandbox = self._context.require_running(ref)
         return await self._run_in_sandbox(sandbox, self._agents.client(sandbox).eval(code, timeout=timeout))
 
     async def ping(self, ref: str) -> None:
-        """Wait for an answer of the sandbox's agent. Raises BackendFailed or Timeout."""
+        """Check that the sandbox's agent responds. Raises BackendFailed or Timeout."""
         sandbox = self._context.require_running(ref)
         await self._run_in_sandbox(sandbox, self._agents.client(sandbox).ping(seconds=_PING_SECONDS))
 
     async def _run_in_sandbox(self, sandbox: Sandbox, work: Coroutine[Any, Any, _Result]) -> _Result:
-        """Await ``work`` while the sandbox's machine runs. Raises Conflict or Gone if another request ends it."""
+        """Await ``work`` while the machine runs. Raises Conflict or Gone if another request stops the machine."""
         try:
             return await self._run_until_end(sandbox, work)
         except (BackendFailed, Timeout) as error:
             raise await self._explain(sandbox, error) from None
 
     async def _run_until_end(self, sandbox: Sandbox, work: Coroutine[Any, Any, _Result]) -> _Result:
-        """Await ``work``, but only while the machine runs: a dead guest does not close its connections."""
+        """Await ``work``. Raises BackendFailed if the machine stops: a dead guest does not close its connections."""
         task = asyncio.ensure_future(work)
         try:
             while not task.done():
-                await asyncio.wait([task], timeout=_CHECK_INTERVAL)
+                await asyncio.wait([task], timeout=_CHECK_INTERVAL_SECONDS)
                 if not task.done() and (reason := self._context.host.end_reason(sandbox)):
-                    raise BackendFailed(f"the sandbox stopped during the command: {reason}")
+                    raise BackendFailed(
+                        f"the sandbox stopped during the command: {reason}. Resume it, and run the command again"
+                    )
             return task.result()
         finally:
             task.cancel()
 
-    async def _explain(self, before: Sandbox, error: GatewayError) -> GatewayError:
-        """Return the error to raise: Gone or Conflict if another request ended or replaced the machine of ``before``,
-        else ``error``.
+    async def _explain(self, original: Sandbox, error: GatewayError) -> GatewayError:
+        """Return the error to raise for a failed request.
+
+        Returns Gone or Conflict if another request stopped or replaced the machine of ``original``, else ``error``.
         """
-        current = self._context.index.sandboxes.get(before.id)
-        unchanged = current is not None and (current.instance, current.state) == (before.instance, before.state)
-        if unchanged and not self._context.host.end_reason(before):
+        current = self._context.index.sandboxes.get(original.id)
+        is_unchanged = current is not None and (current.instance, current.state) == (original.instance, original.state)
+        if is_unchanged and not self._context.host.end_reason(original):
             return error
         try:
-            # Wait for the lock: its holder releases it when the record shows what happened to the machine.
-            async with self._locking.sandbox(before.id) as sandbox:
+            # Wait for the lock. When it is released, the record shows what happened to the machine.
+            async with self._locking.sandbox(original.id) as sandbox:
                 pass
         except NotFound:
-            return Gone(f"sandbox {before.id} was deleted during the request")
+            return Gone(f"sandbox {original.id} was deleted during the request")
         except Busy:
             return error
-        if sandbox.instance != before.instance:
-            return Conflict(f"sandbox {before.id} was rolled back or paused during the request: send it again")
+        if sandbox.instance != original.instance:
+            return Conflict(
+                f"sandbox {original.id} was rolled back, or paused and resumed, during the request: send the request "
+                "again"
+            )
         if sandbox.state is SandboxState.PAUSED and not sandbox.state_reason:
-            return Conflict(f"sandbox {before.id} was paused during the request: resume it, and send it again")
+            return Conflict(
+                f"sandbox {original.id} was paused during the request: resume it, and send the request again"
+            )
         return error

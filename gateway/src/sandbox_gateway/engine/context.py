@@ -15,7 +15,7 @@ from sandbox_gateway.tasks import BackgroundTasks
 
 
 class Context:
-    """State and services, and the check that a sandbox is running."""
+    """The shared state and services of all groups of operations."""
 
     def __init__(self, host: Host, config: Config) -> None:
         self.host = host
@@ -29,7 +29,7 @@ class Context:
         """Sandboxes whose records cannot be read. Objects that may belong to them are not removed."""
 
     def require_running(self, ref: str) -> Sandbox:
-        """Return the sandbox. Raises Conflict if it is paused or its machine has ended."""
+        """Return the sandbox. Raises Conflict if it is paused or its machine has stopped."""
         sandbox = self.index.sandbox(ref)
         if sandbox.state is SandboxState.PAUSED:
             raise Conflict(f"sandbox {sandbox.id} is paused: resume it first")

@@ -1,4 +1,4 @@
-"""The engine: its parts, its start and its shutdown."""
+"""The engine: it creates the groups of operations, and opens and closes the host."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from sandbox_gateway.engine.templates import Templates
 from sandbox_gateway.engine.volumes import Volumes
 from sandbox_gateway.hosts.base import Host
 from sandbox_gateway.log import Logger
-from sandbox_gateway.tasks import wait_for_uninterrupted
+from sandbox_gateway.tasks import wait_for_uninterruptible_tasks
 
 _CLOSE_SECONDS = 30
 
@@ -32,10 +32,10 @@ log = Logger("engine")
 
 
 class Engine:
-    """The groups of operations; each uses the groups passed to it, which are created before it.
+    """The groups of operations. Each group uses only the groups that are passed to its constructor.
 
-    Operations take ids or names, and raise GatewayError. Their steps are ordered so that nothing is lost if they are
-    interrupted at any point.
+    Operations take ids or names, and raise GatewayError. Their steps are ordered so that an interruption at any point
+    loses nothing.
     """
 
     def __init__(self, host: Host, config: Config) -> None:
@@ -80,13 +80,13 @@ class Engine:
         scan = await self.host.scan()
         self._recovery.load(scan)
         self._machines.watch()
-        await self._recovery.settle(scan.alive)
+        await self._recovery.reconcile(scan.alive)
         self.background.start(self._expiry.watch())
         log.info("open", sandboxes=len(self.index.sandboxes), running=len(scan.alive), repaired=len(scan.repaired))
 
     async def close(self) -> None:
-        """Stop working; sandboxes keep running. Operations that have begun their commit complete it first."""
+        """Close the host after operations that have started to commit have finished. Sandboxes keep running."""
         await self.background.cancel()
-        if not await wait_for_uninterrupted(_CLOSE_SECONDS):
+        if not await wait_for_uninterruptible_tasks(_CLOSE_SECONDS):
             log.error("closed before all operations were complete", seconds=_CLOSE_SECONDS)
         await self.host.close()

@@ -25,7 +25,7 @@ class Event:
 class Events:
     """Sends events to subscribers.
 
-    A subscriber that is too slow loses the oldest events, so that memory use is bounded.
+    A subscriber that is too slow loses the oldest events, which limits the memory in use.
     """
 
     def __init__(self) -> None:

@@ -1,4 +1,4 @@
-"""Apply timeouts of sandboxes, expiry times of snapshots, and retention rules."""
+"""Apply sandbox timeouts, snapshot expiry times and retention rules."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from sandbox_gateway.errors import GatewayError, NotFound
 from sandbox_gateway.log import Logger
 from sandbox_gateway.records import Snapshot, now
 
-_CHECK_INTERVAL = 0.25
+_CHECK_INTERVAL_SECONDS = 0.25
 
 log = Logger("engine")
 
@@ -40,11 +40,11 @@ class Expiry:
         self._backoff = Backoff()
 
     async def watch(self) -> None:
-        """Check every quarter of a second; never returns."""
+        """Check all objects every quarter of a second. Never returns."""
         while True:
-            await asyncio.sleep(_CHECK_INTERVAL)
+            await asyncio.sleep(_CHECK_INTERVAL_SECONDS)
             at = now()
-            self._backoff.keep(self._index.sandboxes.keys() | self._index.snapshots.keys())
+            self._backoff.retain_only(self._index.sandboxes.keys() | self._index.snapshots.keys())
             await self._expire_sandboxes(at)
             await self._expire_snapshots(at)
             await self._retry_collection()
@@ -78,7 +78,7 @@ class Expiry:
     async def _expire_snapshot(self, snapshot: Snapshot) -> bool:
         """Remove an expired snapshot, unless it is in use or the last attempt failed recently.
 
-        Returns True if it was removed.
+        Returns whether it was removed.
         """
         if self._references.blockers(snapshot) or not self._backoff.is_due(snapshot.id):
             return False
@@ -90,9 +90,9 @@ class Expiry:
             return False
 
 
-def _log_failure(error: Exception, **what: str) -> None:
-    """Log a failure. A failure of any kind affects the expiry of only one object."""
+def _log_failure(error: Exception, **fields: str) -> None:
+    """Log a failure, after which the other objects still expire."""
     if isinstance(error, GatewayError):
-        log.warning("expiry failed", reason=error.message, **what)
+        log.warning("expiry failed", reason=error.message, **fields)
     else:
-        log.error("expiry failed", exc_info=True, **what)
+        log.error("expiry failed", exc_info=True, **fields)

@@ -1,4 +1,4 @@
-"""Plan forks: their names, their records, and whether they use the snapshot's memory."""
+"""Plan forks: choose their names, create their records, and decide whether they restore the snapshot's memory."""
 
 from __future__ import annotations
 
@@ -13,24 +13,24 @@ _MAX_COUNT = 1000
 
 
 def requested_names(spec: ForkSpec) -> list[str]:
-    """Return a name for each fork; empty if none is given. Raises Invalid."""
+    """Return the requested name of each fork, or an empty string for each if none is requested. Raises Invalid."""
     if spec.names is not None:
         if spec.count not in (1, len(spec.names)):
             raise Invalid(
-                f"count is {spec.count}, but there are {len(spec.names)} names: leave one of the two out, or "
-                "make them equal"
+                f"count is {spec.count}, but there are {len(spec.names)} names: remove count, or give that number of "
+                "names"
             )
         return [require_valid_name(name) for name in spec.names]
     if not 1 <= spec.count <= _MAX_COUNT:
-        raise Invalid(f"a count of {spec.count} is not possible: ask for 1 to {_MAX_COUNT}")
+        raise Invalid(f"a count of {spec.count} is not possible: request 1 to {_MAX_COUNT} sandboxes")
     return [""] * spec.count
 
 
 def new_sandbox_record(snapshot: Snapshot, spec: ForkSpec, name: str, config: Config) -> Sandbox:
     """Create the record of a sandbox that is about to be forked from ``snapshot``."""
-    have = snapshot.resources
+    source = snapshot.resources
     id = new_id()
-    started = now()
+    created_at = now()
     return Sandbox(
         id=id,
         name=name or id,
@@ -43,15 +43,15 @@ def new_sandbox_record(snapshot: Snapshot, spec: ForkSpec, name: str, config: Co
         base=snapshot.id,
         parent_sandbox=snapshot.source_sandbox,
         resources=Resources(
-            cpus=spec.cpus or have.cpus,
-            memory_mb=spec.memory_mb or have.memory_mb,
-            disk_mb=spec.disk_mb or have.disk_mb,
+            cpus=spec.cpus or source.cpus,
+            memory_mb=spec.memory_mb or source.memory_mb,
+            disk_mb=spec.disk_mb or source.disk_mb,
         ),
         network=spec.network,
         metadata=spec.metadata,
         env=spec.env,
-        created_at=started,
-        started_at=started,
+        created_at=created_at,
+        started_at=created_at,
         end_at=end_time(spec.timeout, config),
         timeout=None if isinstance(spec.timeout, Unset) else spec.timeout or None,
         on_timeout=spec.on_timeout,
@@ -61,22 +61,23 @@ def new_sandbox_record(snapshot: Snapshot, spec: ForkSpec, name: str, config: Co
 
 
 def should_restore_memory(snapshot: Snapshot, spec: ForkSpec, resources: Resources, *, can_resize: bool) -> bool:
-    """Return whether forks resume from the snapshot's memory. Raises Invalid or Unsupported for bad ``resources``.
+    """Return whether forks resume from the snapshot's memory.
 
-    ``can_resize``: the host can change the resources of a machine that resumes from memory.
+    Raises Invalid or Unsupported if that is not possible with ``resources``. ``can_resize``: the host can change the
+    resources of a machine that resumes from memory.
     """
-    have = snapshot.resources
-    if resources.disk_mb < have.disk_mb:
+    source = snapshot.resources
+    if resources.disk_mb < source.disk_mb:
         raise Invalid(
-            f"the disk of {resources.disk_mb} MiB is smaller than the snapshot's {have.disk_mb} MiB: request at "
-            "least that size"
+            f"the disk of {resources.disk_mb} MiB is smaller than the snapshot's {source.disk_mb} MiB: request at "
+            f"least {source.disk_mb} MiB"
         )
     if snapshot.memory is Memory.NONE or spec.cold_start:
         return False
-    if resources != have and not can_resize:
+    if resources != source and not can_resize:
         raise Unsupported(
-            f"snapshot {snapshot.id} holds the memory of a machine with {have.cpus} cpus, {have.memory_mb} MiB of "
-            f"memory and a disk of {have.disk_mb} MiB: fork it with the same sizes, or boot from its disk "
+            f"snapshot {snapshot.id} holds the memory of a machine with {source.cpus} cpus, {source.memory_mb} MiB of "
+            f"memory and a disk of {source.disk_mb} MiB: fork it with the same sizes, or boot from its disk "
             "with a cold start (coldStart)"
         )
     return True

@@ -1,4 +1,4 @@
-"""Fork: create n sandboxes from a snapshot, all or none."""
+"""Fork: create sandboxes from a snapshot, by default all-or-nothing."""
 
 from __future__ import annotations
 
@@ -43,45 +43,46 @@ class Forks:
         self._machines = machines
         self._captures = captures
         self._pending = 0
-        """Sandboxes that are being created."""
+        """Number of sandboxes that are being created."""
 
     async def create(self, ref: str, spec: ForkSpec) -> Sandbox:
         """Create one sandbox from a snapshot or template, or return the existing one with ``spec.idempotency_key``."""
-        created = (await self.fork(ref, spec))[0]
-        if isinstance(created, GatewayError):
-            raise created
-        return created
+        result = (await self.fork(ref, spec))[0]
+        if isinstance(result, GatewayError):
+            raise result
+        return result
 
     async def fork(self, ref: str, spec: ForkSpec) -> list[Sandbox | GatewayError]:
-        """Create ``spec.count`` sandboxes from a snapshot or template: all, or none and the first error."""
-        async with self._first_with_key(spec) as existing:
+        """Create ``spec.count`` sandboxes from a snapshot or template.
+
+        With ``spec.atomic``, the first error is raised and no sandbox remains. Otherwise, the list contains an error
+        for each sandbox that could not be created.
+        """
+        async with self._idempotency_key_locked(spec) as existing:
             return existing or await self._fork(self._index.snapshot(ref), spec)
 
     async def clone(self, ref: str, spec: ForkSpec) -> list[Sandbox | GatewayError]:
-        """Capture a sandbox and fork the capture ``count`` times; the capture is removed with its last user.
+        """Capture a sandbox and fork the capture ``spec.count`` times. The capture is removed with its last user.
 
         The capture includes the volumes of which each fork gets a clone.
         """
-        async with self._first_with_key(spec) as existing:
+        async with self._idempotency_key_locked(spec) as existing:
             return existing or await self._capture_and_fork(ref, spec)
 
     @contextlib.asynccontextmanager
-    async def _first_with_key(self, spec: ForkSpec) -> AsyncIterator[list[Sandbox | GatewayError]]:
-        """Yield the sandboxes that an earlier request with the idempotency key of ``spec`` created, if they exist.
-
-        Requests with the same key take turns.
-        """
+    async def _idempotency_key_locked(self, spec: ForkSpec) -> AsyncIterator[list[Sandbox | GatewayError]]:
+        """Lock the idempotency key of ``spec``, if any. Yield the sandboxes that an earlier request with it created."""
         if not (key := spec.idempotency_key):
             yield []
             return
         async with self._context.locks.hold(f"idempotency key {key}", "the request with this idempotency key"):
-            found = [each for each in self._index.sandboxes.values() if each.idempotency_key == key]
-            yield [*sorted(found, key=lambda each: (each.created_at, each.id))]
+            sandboxes = [each for each in self._index.sandboxes.values() if each.idempotency_key == key]
+            yield [*sorted(sandboxes, key=lambda each: (each.created_at, each.id))]
 
     async def _capture_and_fork(self, ref: str, spec: ForkSpec) -> list[Sandbox | GatewayError]:
         self._mounts.resolve_volumes(spec.mounts or [])
         with self._index.reserved(name for name in requested_names(spec) if name):
-            pass  # detect a taken name before the source is paused
+            pass  # raises NameTaken before the source is paused
         async with self._locking.running_sandbox(ref) as sandbox:
             snapshot = self._captures.new_snapshot_record(sandbox, SnapshotKind.TRANSIENT)
             try:
@@ -92,37 +93,37 @@ class Forks:
     async def _clone(self, sandbox: Sandbox, snapshot: Snapshot, spec: ForkSpec) -> list[Sandbox | GatewayError]:
         with self._index.pinned(snapshot):
             volumes = [each.volume for each in spec.mounts or [] if each.clone]
-            taken = await finish_despite_cancellation(
+            snapshot = await finish_despite_cancellation(
                 self._captures.capture(sandbox, snapshot, memory=True, volumes=volumes)
             )
             try:
-                return await self._fork(taken, spec)
+                return await self._fork(snapshot, spec)
             except BaseException:
                 # If the request was cancelled after the commit, the forks exist and still need the capture.
-                if not self._index.sandboxes_using(taken):
-                    await self._restore_head(sandbox, taken)
+                if not self._index.sandboxes_using(snapshot):
+                    await self._restore_head(sandbox, snapshot)
                 raise
 
-    async def _restore_head(self, sandbox: Sandbox, taken: Snapshot) -> None:
-        """Let a sandbox descend from its former head again; the capture is then collected."""
-        head = self._index.any_snapshot(taken.id).parent
+    async def _restore_head(self, sandbox: Sandbox, snapshot: Snapshot) -> None:
+        """Make the former head the head of ``sandbox`` again, so that the capture can be collected."""
+        head = self._index.any_snapshot(snapshot.id).parent
         try:
-            await save_sandbox(self._context, sandbox.id, only_if={"head": taken.id}, head=head)
+            await save_sandbox(self._context, sandbox.id, only_if={"head": snapshot.id}, head=head)
         except GatewayError as error:
-            log.warning("head not restored", sandbox=sandbox.id, snapshot=taken.id, reason=error.message)
+            log.warning("head not restored", sandbox=sandbox.id, snapshot=snapshot.id, reason=error.message)
 
     async def _fork(self, snapshot: Snapshot, spec: ForkSpec) -> list[Sandbox | GatewayError]:
         config = self._context.config
         sandboxes = [new_sandbox_record(snapshot, spec, name, config) for name in requested_names(spec)]
-        resize = self._host.abilities.resize_on_fork
-        with_memory = should_restore_memory(snapshot, spec, sandboxes[0].resources, can_resize=resize)
-        planned = self._mounts.plan(snapshot, spec.mounts)
+        can_resize = self._host.abilities.resize_on_fork
+        with_memory = should_restore_memory(snapshot, spec, sandboxes[0].resources, can_resize=can_resize)
+        mounts = self._mounts.plan(snapshot, spec.mounts)
         self._require_quota(len(sandboxes))
         async with self._collector.pinned(snapshot):
             with self._reserved(sandboxes):
-                if not planned:
+                if not mounts:
                     return await self._start_all(snapshot, spec, sandboxes, with_memory)
-                async with self._mounts.with_mounts(planned, sandboxes) as clones:
+                async with self._mounts.with_mounts(mounts, sandboxes) as clones:
                     return await self._start_all(snapshot, spec, sandboxes, with_memory, clones)
 
     @contextlib.contextmanager
@@ -143,17 +144,17 @@ class Forks:
         with_memory: bool,
         clones: Mapping[str, list[Volume]] = MappingProxyType({}),
     ) -> list[Sandbox | GatewayError]:
-        gate = asyncio.Semaphore(spec.concurrency or self._context.config.limits.concurrency)
-        done = 0
+        semaphore = asyncio.Semaphore(spec.concurrency or self._context.config.limits.concurrency)
+        completed = 0
 
         async def start_one(sandbox: Sandbox) -> Sandbox:
-            nonlocal done
-            async with gate:
+            nonlocal completed
+            async with semaphore:
                 if sandbox.id in clones:
                     await self._mounts.create_clones(clones[sandbox.id])
                 await self._machines.fork(snapshot, sandbox, with_memory=with_memory)
-            done += 1
-            self._report_progress(spec, done, len(sandboxes), sandbox.id)
+            completed += 1
+            self._report_progress(spec, completed, len(sandboxes), sandbox.id)
             return sandbox
 
         tasks = [asyncio.create_task(start_one(sandbox)) for sandbox in sandboxes]
@@ -162,22 +163,22 @@ class Forks:
         except asyncio.CancelledError:
             await finish_despite_cancellation(self._undo(tasks, sandboxes))
             raise
-        failed = [error for task in tasks if task.done() and (error := task.exception())]
-        if failed and spec.atomic:
+        errors = [error for task in tasks if task.done() and (error := task.exception())]
+        if errors and spec.atomic:
             await finish_despite_cancellation(self._undo(tasks, sandboxes))
-            raise failed[0]
-        if bug := next((error for error in failed if not isinstance(error, GatewayError)), None):
+            raise errors[0]
+        if bug := next((error for error in errors if not isinstance(error, GatewayError)), None):
             await finish_despite_cancellation(self._undo(tasks, sandboxes))
             raise bug
-        started = [task.result() for task in tasks if task.exception() is None]
-        await finish_despite_cancellation(self._commit(started))
-        answers = (task.exception() or task.result() for task in tasks)
-        return [answer for answer in answers if isinstance(answer, Sandbox | GatewayError)]
+        new_sandboxes = [task.result() for task in tasks if task.exception() is None]
+        await finish_despite_cancellation(self._commit(new_sandboxes))
+        results = (task.exception() or task.result() for task in tasks)
+        return [result for result in results if isinstance(result, Sandbox | GatewayError)]
 
-    def _report_progress(self, spec: ForkSpec, done: int, total: int, sandbox_id: str) -> None:
+    def _report_progress(self, spec: ForkSpec, completed: int, total: int, sandbox_id: str) -> None:
         if spec.operation:
             self._context.events.publish(
-                "fork.progress", operation=spec.operation, done=done, total=total, sandboxID=sandbox_id
+                "fork.progress", operation=spec.operation, done=completed, total=total, sandboxID=sandbox_id
             )
 
     async def _commit(self, sandboxes: list[Sandbox]) -> None:
@@ -192,7 +193,7 @@ class Forks:
             self._context.events.publish(
                 "sandbox.created", sandboxID=sandbox.id, name=sandbox.name, forkedFrom=sandbox.forked_from
             )
-            self._machines.notice_end(sandbox)
+            self._machines.mark_if_stopped(sandbox)
 
     async def _undo(self, tasks: list[asyncio.Task[Sandbox]], sandboxes: list[Sandbox]) -> None:
         for task in tasks:
@@ -204,8 +205,9 @@ class Forks:
         await clean_up(log, *(self._host.remove(sandbox) for sandbox in sandboxes))
 
     def _require_quota(self, count: int) -> None:
-        cap = self._context.config.limits.sandboxes
-        if len(self._index.sandboxes) + self._pending + count > cap:
+        limit = self._context.config.limits.sandboxes
+        if len(self._index.sandboxes) + self._pending + count > limit:
             raise OverQuota(
-                f"the limit of {cap} sandboxes on this host is reached (limits.sandboxes): remove some first"
+                f"the limit of {limit} sandboxes on this host would be exceeded: delete some first, or raise "
+                "limits.sandboxes"
             )

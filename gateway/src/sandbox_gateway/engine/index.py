@@ -1,4 +1,4 @@
-"""The in-memory index of all objects: rebuilt from a scan, and changed only after the host has committed."""
+"""The in-memory index of all objects. It is built from a scan, and changes only after the host has committed."""
 
 from __future__ import annotations
 
@@ -34,23 +34,23 @@ class Index:
     ) -> list[str]:
         """Add the objects of a scan, oldest first.
 
-        Returns a sentence for each duplicate name, and for each mount of a missing volume.
+        Return a sentence for each duplicate name, and for each mount of a missing volume.
         """
-        clashes = []
+        problems = []
         records: list[Record] = [*sandboxes, *snapshots, *volumes, *volume_snapshots]
         for record in sorted(records, key=lambda record: record.created_at):
             for name in _names(record):
                 if self._names.get(name, record.id) != record.id:
-                    clashes.append(
-                        f"{record.id} has the name {name!r}, which {self._names[name]} already has: use the "
+                    problems.append(
+                        f"{record.id} lost the name {name!r}, because {self._names[name]} also has it: use the "
                         f"id {record.id} instead"
                     )
                     _remove_name(record, name)
             self.put(record)
-        return [*clashes, *self._describe_missing_volumes()]
+        return [*problems, *self._describe_missing_volumes()]
 
     def _describe_missing_volumes(self) -> list[str]:
-        """Describe mounts of missing volumes. Records keep such mounts: a damaged volume may be restored."""
+        """Describe the mounts of missing volumes. Records keep such mounts, because the volume may be restored."""
         return [
             f"sandbox {sandbox.id} mounts volume {mount.volume} at {mount.path}, but the volume is missing: "
             "restore or detach it"
@@ -86,22 +86,26 @@ class Index:
     def reserved(self, names: Iterable[str], *, taken_from: Container[str] = ()) -> Iterator[None]:
         """Reserve names for new objects. Raises NameTaken, which lists the names that are not free.
 
-        ``taken_from``: ids of objects that lose their names inside this context.
+        ``taken_from``: the ids of objects that give up their names inside this context.
         """
-        wanted = list(names)
-        owned = {name for name in wanted if (owner := self.owner(name)) and owner not in taken_from}
-        taken = [name for name in wanted if name in owned or name in self._reserved or wanted.count(name) > 1]
-        if taken:
-            owners = ", ".join(f"{name!r} ({self.owner(name) or 'being created'})" for name in dict.fromkeys(taken))
+        requested = list(names)
+        owned_names = {name for name in requested if (owner := self.owner(name)) and owner not in taken_from}
+        taken_names = [
+            name for name in requested if name in owned_names or name in self._reserved or requested.count(name) > 1
+        ]
+        if taken_names:
+            owners = ", ".join(
+                f"{name!r} ({self.owner(name) or 'being created'})" for name in dict.fromkeys(taken_names)
+            )
             raise NameTaken(
                 f"the name is taken: {owners}. Choose another name, or remove the owner",
-                blockers=[owner for name in taken if (owner := self.owner(name))],
+                blockers=[owner for name in taken_names if (owner := self.owner(name))],
             )
-        self._reserved.update(wanted)
+        self._reserved.update(requested)
         try:
             yield
         finally:
-            self._reserved.difference_update(wanted)
+            self._reserved.difference_update(requested)
 
     def owner(self, name: str) -> str:
         """Return the id of the object that has a name; empty if the name is free."""
@@ -114,7 +118,7 @@ class Index:
 
     @contextlib.contextmanager
     def pinned(self, *records: Record) -> Iterator[None]:
-        """Keep objects from being removed while a request uses them."""
+        """Prevent the removal of objects inside this context, because a request uses them."""
         ids = [record.id for record in records]
         self._pins.update(ids)
         try:
@@ -127,18 +131,18 @@ class Index:
         return self._pins[record.id] > 0
 
     def sandbox(self, ref: str) -> Sandbox:
-        found = self.sandboxes.get(ref) or self.sandboxes.get(self._names.get(ref, ""))
-        if found is None:
+        sandbox = self.sandboxes.get(ref) or self.sandboxes.get(self._names.get(ref, ""))
+        if sandbox is None:
             raise NotFound("sandbox", _shorten(ref))
-        return found
+        return sandbox
 
     def snapshot(self, ref: str, *, what: str = "snapshot", kinds: Iterable[SnapshotKind] = ()) -> Snapshot:
         """Find a visible snapshot or template by id or name."""
-        found = self.snapshots.get(ref) or self.snapshots.get(self._names.get(ref, ""))
-        wanted = set(kinds) or {SnapshotKind.SNAPSHOT, SnapshotKind.TEMPLATE}
-        if found is None or found.doomed or found.kind not in wanted:
+        snapshot = self.snapshots.get(ref) or self.snapshots.get(self._names.get(ref, ""))
+        allowed_kinds = set(kinds) or {SnapshotKind.SNAPSHOT, SnapshotKind.TEMPLATE}
+        if snapshot is None or snapshot.doomed or snapshot.kind not in allowed_kinds:
             raise NotFound(what, _shorten(ref))
-        return found
+        return snapshot
 
     def any_snapshot(self, id: str) -> Snapshot:
         """Find a snapshot of any kind, even a hidden one, by id."""
@@ -147,28 +151,28 @@ class Index:
         return self.snapshots[id]
 
     def volume(self, ref: str) -> Volume:
-        found = self.volumes.get(ref) or self.volumes.get(self._names.get(ref, ""))
-        if found is None:
+        volume = self.volumes.get(ref) or self.volumes.get(self._names.get(ref, ""))
+        if volume is None:
             raise NotFound("volume", _shorten(ref))
-        return found
+        return volume
 
     def volume_snapshot(self, ref: str, volume: Volume | None = None) -> VolumeSnapshot:
         """Find a snapshot of a volume by id, or by its name among the snapshots of ``volume``."""
-        found = self.volume_snapshots.get(ref)
+        snapshot = self.volume_snapshots.get(ref)
         if volume is not None:
-            found = next((each for each in self.snapshots_of(volume) if ref in (each.id, each.name)), None)
-        if found is None:
-            what = f"snapshot of volume {volume.name}," if volume else "snapshot of a volume,"
+            snapshot = next((each for each in self.snapshots_of(volume) if ref in (each.id, each.name)), None)
+        if snapshot is None:
+            message = f"snapshot {_shorten(ref)!r} of volume {volume.name!r} not found" if volume else ""
             parent = volume.name if volume else ""
-            raise NotFound(what, _shorten(ref), resource="volume_snapshot", parent=parent)
-        return found
+            raise NotFound("volume snapshot", _shorten(ref), message=message, resource="volume_snapshot", parent=parent)
+        return snapshot
 
     def snapshots_of(self, volume: Volume) -> list[VolumeSnapshot]:
-        found = [each for each in self.volume_snapshots.values() if each.volume == volume.id]
-        return sorted(found, key=lambda each: (each.created_at, each.id))
+        snapshots = [each for each in self.volume_snapshots.values() if each.volume == volume.id]
+        return sorted(snapshots, key=lambda each: (each.created_at, each.id))
 
     def mounts_of(self, volume: Volume) -> list[tuple[Sandbox, Mount]]:
-        """Return the sandboxes that mount a volume, running or paused."""
+        """Return the running and paused sandboxes that mount a volume, with their mounts of it."""
         return [
             (sandbox, mount)
             for sandbox in self.sandboxes.values()
@@ -177,7 +181,7 @@ class Index:
         ]
 
     def sandboxes_using(self, snapshot: Snapshot) -> list[Sandbox]:
-        """Return the sandboxes that were made from a snapshot, rolled back to it, or resume from it."""
+        """Return the sandboxes that were forked from a snapshot, were rolled back to it, or resume from it."""
         return [
             sandbox
             for sandbox in self.sandboxes.values()
@@ -185,31 +189,34 @@ class Index:
         ]
 
     def lineage(self, root: str | None = None) -> Trees:
-        """Return trees of templates and snapshots with the sandboxes forked from them, as nested plain data."""
+        """Return the trees of templates, snapshots and sandboxes as nested dictionaries; with ``root``, only that one.
+
+        Raises NotFound if ``root`` does not exist.
+        """
         nodes: dict[str, dict[str, Any]] = {}
         for snapshot in sorted(self.snapshots.values(), key=lambda each: each.created_at):
             nodes[snapshot.id] = _node(snapshot.id, snapshot.kind.value, snapshot.names, snapshot.is_hidden)
         for sandbox in sorted(self.sandboxes.values(), key=lambda each: each.created_at):
             nodes[sandbox.id] = _node(sandbox.id, "sandbox", [sandbox.name], False, state=sandbox.state.value)
-        tops = [node for id, node in nodes.items() if not self._attach(id, nodes)]
+        roots = [node for id, node in nodes.items() if not self._attach(id, nodes)]
         if root is None:
-            return tops
-        found = nodes.get(root) or nodes.get(self._names.get(root, ""))
-        if found is None:
+            return roots
+        node = nodes.get(root) or nodes.get(self._names.get(root, ""))
+        if node is None:
             raise NotFound("sandbox, snapshot or template", _shorten(root), resource="sandbox")
-        return [found]
+        return [node]
 
     def _attach(self, id: str, nodes: dict[str, dict[str, Any]]) -> bool:
         record = self.sandboxes.get(id) or self.snapshots[id]
         if isinstance(record, Sandbox):
             ancestors = [record.forked_from, record.template_id]
         else:
-            # If its source was removed, it is shown below the source's former parent.
+            # A snapshot whose source was removed is shown below the source's former parent.
             ancestors = [record.source_sandbox, record.parent, record.origin]
-        above = next((ancestor for ancestor in ancestors if ancestor in nodes and ancestor != id), None)
-        if above is None:
+        parent_id = next((ancestor for ancestor in ancestors if ancestor in nodes and ancestor != id), None)
+        if parent_id is None:
             return False
-        nodes[above]["children"].append(nodes[id])
+        nodes[parent_id]["children"].append(nodes[id])
         return True
 
 
@@ -218,7 +225,7 @@ def _node(id: str, kind: str, names: list[str], hidden: bool, **more: Any) -> di
 
 
 def _names(record: Record) -> list[str]:
-    """Return an object's names in the namespace. The name of a volume's snapshot is local to the volume."""
+    """Return an object's names in the shared namespace. The name of a volume's snapshot is local to the volume."""
     if isinstance(record, Snapshot):
         return [] if record.doomed else record.names
     return [] if isinstance(record, VolumeSnapshot) else [record.name]

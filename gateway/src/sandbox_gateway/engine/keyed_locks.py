@@ -1,4 +1,4 @@
-"""Locks by key, with a bounded wait."""
+"""Locks that are identified by a key, with a time limit for waiting."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from sandbox_gateway.errors import Busy
 
 
 class KeyedLocks:
-    """Locks by key. A lock is dropped when no task holds or awaits it."""
+    """A lock for each key. A lock is deleted when no task holds it or waits for it."""
 
     def __init__(self, seconds: float) -> None:
         self._seconds = seconds
@@ -22,12 +22,14 @@ class KeyedLocks:
 
     @contextlib.asynccontextmanager
     async def hold(self, key: str, what: str) -> AsyncIterator[None]:
-        """Hold ``key``; ``what`` names it in the error. Raises Busy if it is not free in time."""
+        """Hold the lock for ``key``. Raises Busy, which calls it ``what``, if it cannot be acquired in time."""
         lock, users = self._locks.get(key, (asyncio.Lock(), 0))
         self._locks[key] = (lock, users + 1)
         try:
             try:
-                await asyncio.wait_for(lock.acquire(), self._seconds)
+                # asyncio.wait_for() of Python 3.11 loses a cancellation that arrives just after the lock.
+                async with asyncio.timeout(self._seconds):
+                    await lock.acquire()
             except TimeoutError:
                 raise Busy(f"{what} is busy with another request: try again later") from None
             try:

@@ -1,7 +1,7 @@
 """Locks on sandboxes and volumes.
 
 Locks are taken in this order: sandboxes before volumes, volumes by id. Mounting a volume takes a shared lock, which
-waits only for a change in progress.
+is blocked only by a change in progress.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from sandbox_gateway.records import Sandbox, Volume
 
 
 class Locking:
-    """Locks. Each context manager yields the records as they are once it holds the lock."""
+    """Locks sandboxes and volumes. Each context manager reads the records after it has acquired the lock."""
 
     def __init__(self, context: Context) -> None:
         self._context = context
@@ -23,29 +23,29 @@ class Locking:
 
     @contextlib.asynccontextmanager
     async def sandbox(self, ref: str) -> AsyncIterator[Sandbox]:
-        """Lock a sandbox for one change."""
+        """Lock a sandbox for a change."""
         id = self._index.sandbox(ref).id
         async with self._locks.hold(id, f"sandbox {id}"):
             yield self._index.sandbox(id)
 
     @contextlib.asynccontextmanager
     async def running_sandbox(self, ref: str) -> AsyncIterator[Sandbox]:
-        """Lock a sandbox for one change. Raises Conflict if it is not running."""
+        """Lock a sandbox for a change. Raises Conflict if it is not running."""
         async with self.sandbox(ref) as sandbox:
             yield self._context.require_running(sandbox.id)
 
     @contextlib.asynccontextmanager
     async def volumes(self, refs: Iterable[str]) -> AsyncIterator[list[Volume]]:
-        """Lock volumes for a change of all of them. Yields each volume once."""
-        found = {volume.id: volume for volume in map(self._index.volume, refs)}
+        """Lock volumes for a change that affects all of them. Yields each volume once."""
+        volumes = {volume.id: volume for volume in map(self._index.volume, refs)}
         async with contextlib.AsyncExitStack() as stack:
-            for id in sorted(found):
-                await stack.enter_async_context(self._locks.hold(id, f"volume {found[id].name}"))
-            yield [self._index.volume(id) for id in found]
+            for id in sorted(volumes):
+                await stack.enter_async_context(self._locks.hold(id, f"volume {volumes[id].name}"))
+            yield [self._index.volume(id) for id in volumes]
 
     @contextlib.asynccontextmanager
     async def shared_volumes(self, ids: Iterable[str]) -> AsyncIterator[None]:
-        """Prevent changes of volumes while they are being mounted. Waits for changes in progress."""
+        """Wait for changes of volumes in progress, and prevent further changes inside this context."""
         with contextlib.ExitStack() as stack:
             for id in ids:
                 async with self.volumes([id]) as (volume,):
@@ -54,6 +54,6 @@ class Locking:
 
     @contextlib.asynccontextmanager
     async def shared_mounts(self, sandbox: Sandbox) -> AsyncIterator[None]:
-        """Apply ``shared_volumes`` to the volumes that ``sandbox`` mounts, except missing ones."""
+        """Apply ``shared_volumes`` to the volumes that ``sandbox`` mounts, except missing volumes."""
         async with self.shared_volumes([each.volume for each in sandbox.mounts if each.volume in self._index.volumes]):
             yield

@@ -1,4 +1,4 @@
-"""Fork, boot and stop the machines of sandboxes, and handle unexpected ends."""
+"""Fork, boot and stop the machines of sandboxes, and handle machines that stop unexpectedly."""
 
 from __future__ import annotations
 
@@ -27,9 +27,9 @@ class MachineLifecycle:
         self._attachments = attachments
 
     async def fork(self, snapshot: Snapshot, sandbox: Sandbox, *, with_memory: bool) -> None:
-        """Fork a machine from ``snapshot`` and send it its identity. On failure nothing of the machine remains.
+        """Fork a machine from ``snapshot`` and send it its identity. On failure, the machine is removed.
 
-        A sandbox whose state is paused gets no machine.
+        Does nothing for a sandbox whose state is paused.
         """
         if sandbox.state is SandboxState.PAUSED:
             return
@@ -55,14 +55,14 @@ class MachineLifecycle:
             raise
 
     async def stop_paused(self, sandbox: Sandbox) -> None:
-        """End the machine of a sandbox that was just paused. Keeps the disk if the sandbox resumes from it."""
+        """Stop the machine of a sandbox that was just paused. Keep its disk if the sandbox resumes from it."""
         if sandbox.pause_snapshot:
             await self._host.discard(sandbox)
         else:
             await self._host.stop(sandbox)
 
     async def mark_stopped(self, sandbox: Sandbox, reason: str) -> None:
-        """Record that a sandbox's machine has ended: the sandbox becomes paused, and resumes from its own disk."""
+        """Record that a sandbox's machine has stopped. The sandbox becomes paused, and resumes from its own disk."""
         reason = remove_control_characters(reason)
         log.warning("sandbox stopped", sandbox=sandbox.id, reason=reason)
         await self._host.stop(sandbox)
@@ -72,27 +72,28 @@ class MachineLifecycle:
         except NotFound:
             raise
         except GatewayError as error:
-            # It has stopped, saved or not. The next save of its record includes this; a restart finds it out again.
+            # The machine has stopped even if that cannot be saved. The next save of the record includes the state, and
+            # after a restart the gateway detects it again.
             log.error("stop not saved", sandbox=sandbox.id, reason=error.message)
             index = self._context.index
             index.put(index.sandbox(sandbox.id).model_copy(update=changes, deep=True))
         self._context.events.publish("sandbox.stopped", sandboxID=sandbox.id, reason=reason)
 
-    def notice_end(self, sandbox: Sandbox) -> None:
-        """Mark a sandbox as stopped if its machine ended before its record was saved as running."""
+    def mark_if_stopped(self, sandbox: Sandbox) -> None:
+        """Mark a sandbox as stopped if its machine stopped before the record was saved as running."""
         if sandbox.state is SandboxState.RUNNING and self._host.end_reason(sandbox):
-            self._context.background.start(self._mark_lost(sandbox.id, sandbox.instance))
+            self._context.background.start(self._mark_if_current(sandbox.id, sandbox.instance))
 
     def watch(self) -> None:
-        """Start marking sandboxes as stopped when their machines end by themselves."""
+        """Mark sandboxes as stopped from now on when their machines stop unexpectedly."""
         self._host.on_exit(self._on_exit)
 
     def _on_exit(self, instance: str) -> None:
         for sandbox in self._context.index.sandboxes.values():
             if sandbox.instance == instance and sandbox.state is SandboxState.RUNNING:
-                self._context.background.start(self._mark_lost(sandbox.id, instance))
+                self._context.background.start(self._mark_if_current(sandbox.id, instance))
 
-    async def _mark_lost(self, id: str, instance: str) -> None:
+    async def _mark_if_current(self, id: str, instance: str) -> None:
         async with self._locking.sandbox(id) as sandbox:
             if sandbox.instance == instance and sandbox.state is SandboxState.RUNNING:
                 await self.mark_stopped(sandbox, self._host.end_reason(sandbox) or "its machine ended")

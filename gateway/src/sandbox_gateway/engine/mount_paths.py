@@ -1,4 +1,4 @@
-"""Rules for mount points of volumes in a sandbox."""
+"""Rules for the mount points of volumes in a sandbox."""
 
 from __future__ import annotations
 
@@ -8,35 +8,33 @@ from collections.abc import Iterable
 from sandbox_gateway.errors import Invalid
 
 _MAX_LENGTH = 255
-_PARTS = re.compile(r"(/[A-Za-z0-9_.@+:=-]+)+")
-_SYSTEM = ("/proc", "/sys", "/dev", "/run")
-"""Directories at or below which no volume can be mounted."""
-_TOP = ("/etc", "/usr", "/bin", "/sbin", "/lib", "/boot", "/root", "/home", "/var", "/tmp")
-"""Directories at which no volume can be mounted, but below them it can."""
+_PATH_PATTERN = re.compile(r"(/[A-Za-z0-9_.@+:=-]+)+")
+_SYSTEM_DIRECTORIES = ("/proc", "/sys", "/dev", "/run")
+"""Directories where a volume can be mounted neither on the directory nor below it."""
+_TOP_LEVEL_DIRECTORIES = ("/etc", "/usr", "/bin", "/sbin", "/lib", "/boot", "/root", "/home", "/var", "/tmp")
+"""Directories where a volume can be mounted only below the directory."""
 
 
 def check_mount_paths(paths: Iterable[str]) -> None:
-    """Raise Invalid if one sandbox cannot have mounts at all of ``paths``."""
-    seen: list[str] = []
+    """Raise Invalid if one sandbox cannot have mounts at all these paths."""
+    earlier_paths: list[str] = []
     for path in paths:
-        _check(path)
-        for other in seen:
+        _check_path(path)
+        for other in earlier_paths:
             if f"{path}/".startswith(f"{other}/") or f"{other}/".startswith(f"{path}/"):
-                raise Invalid(
-                    f"the mounts at {other} and {path} overlap: choose paths of which neither contains the other"
-                )
-        seen.append(path)
+                raise Invalid(f"the mounts at {other} and {path} overlap: choose paths that do not contain each other")
+        earlier_paths.append(path)
 
 
-def _check(path: str) -> None:
-    shown = path if len(path) <= 80 else f"{path[:77]}..."
+def _check_path(path: str) -> None:
+    short_path = path if len(path) <= 80 else f"{path[:77]}..."
     parts = path.split("/")
-    if not _PARTS.fullmatch(path) or "." in parts or ".." in parts:
+    if not _PATH_PATTERN.fullmatch(path) or "." in parts or ".." in parts:
         raise Invalid(
-            f"a volume cannot be mounted at {shown!r}: use an absolute path of letters, digits and _.@+:=-, "
+            f"a volume cannot be mounted at {short_path!r}: use an absolute path of letters, digits and _.@+:=-, "
             "without '.', '..', '//' or a final '/'"
         )
     if len(path) > _MAX_LENGTH:
-        raise Invalid(f"a volume cannot be mounted at {shown!r}: a path has at most {_MAX_LENGTH} characters")
-    if path in _TOP or f"/{parts[1]}" in _SYSTEM:
-        raise Invalid(f"a volume cannot be mounted at {shown!r}, which the system needs: choose another directory")
+        raise Invalid(f"a volume cannot be mounted at {short_path!r}: use a path of at most {_MAX_LENGTH} characters")
+    if path in _TOP_LEVEL_DIRECTORIES or f"/{parts[1]}" in _SYSTEM_DIRECTORIES:
+        raise Invalid(f"a volume cannot be mounted at {short_path!r}, which the system needs: choose another directory")

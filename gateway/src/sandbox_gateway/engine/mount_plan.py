@@ -1,4 +1,4 @@
-"""The mounts of new sandboxes: shared volumes, and clones of volumes."""
+"""Plan the mounts of new sandboxes: shared volumes, and clones of volumes."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class PlannedMount:
     path: str
     read_only: bool
     source: VolumeSnapshot | None = None
-    """Each sandbox mounts its own clone of this snapshot; None: all mount the volume itself."""
+    """The snapshot of which each sandbox mounts its own clone. None: all sandboxes mount the volume itself."""
 
 
 class MountPlanner:
@@ -41,7 +41,7 @@ class MountPlanner:
         self._volumes = volumes
 
     def plan(self, snapshot: Snapshot, specs: Sequence[MountSpec] | None) -> list[PlannedMount]:
-        """Plan the mounts of forks of ``snapshot``. Without ``specs``, these are the mounts of its source."""
+        """Plan the mounts of forks of ``snapshot``. ``specs`` None: use the mounts of the snapshot's source."""
         if specs is None:
             return [self._inherit(snapshot, mount) for mount in snapshot.mounts]
         volumes = self.resolve_volumes(specs)
@@ -55,15 +55,18 @@ class MountPlanner:
         volumes = [self._index.volume(spec.volume) for spec in specs]
         for volume in volumes:
             if volumes.count(volume) > 1:
-                raise Invalid(f"volume {volume.name} is listed more than once: a sandbox can mount it at only one path")
+                raise Invalid(
+                    f"volume {volume.name} is listed more than once, but a sandbox can mount it at only one path: "
+                    "list it once"
+                )
         check_mount_paths(spec.path for spec in specs)
         return volumes
 
     def _inherit(self, snapshot: Snapshot, mount: Mount) -> PlannedMount:
         if mount.volume not in self._index.volumes:
             raise Conflict(
-                f"the source of snapshot {snapshot.id} had a volume at {mount.path} that no longer exists: "
-                "set volumeMounts to the volumes to mount (an empty list: none)"
+                f"the source of snapshot {snapshot.id} mounted a volume at {mount.path} that no longer exists: "
+                "set volumeMounts to the volumes to mount, or to an empty list to mount none"
             )
         return PlannedMount(self._index.volumes[mount.volume], mount.path, mount.read_only)
 
@@ -76,30 +79,31 @@ class MountPlanner:
             "snapshot with the volume, or mount the volume itself"
         )
 
-    def remove_deleted(self, mounts: Iterable[Mount], sandbox: Sandbox) -> list[Mount]:
+    def without_deleted_volumes(self, mounts: Iterable[Mount], sandbox: Sandbox) -> list[Mount]:
         """Return ``mounts`` without mounts of deleted volumes.
 
-        A volume that ``sandbox`` mounts now cannot have been deleted: if its record is missing, it may be restored.
+        A volume that ``sandbox`` currently mounts cannot have been deleted. If its record is missing, it may be
+        restored.
         """
-        known = {*self._index.volumes, *(mount.volume for mount in sandbox.mounts)}
-        kept = [mount for mount in mounts if mount.volume in known]
+        possible_ids = {*self._index.volumes, *(mount.volume for mount in sandbox.mounts)}
+        remaining = [mount for mount in mounts if mount.volume in possible_ids]
         for mount in mounts:
-            if mount not in kept:
+            if mount not in remaining:
                 log.warning("a volume was not mounted because it was deleted", sandbox=sandbox.id, path=mount.path)
-        return kept
+        return remaining
 
     @contextlib.asynccontextmanager
     async def with_mounts(
         self, planned: Sequence[PlannedMount], sandboxes: Sequence[Sandbox]
     ) -> AsyncIterator[dict[str, list[Volume]]]:
-        """Give new sandboxes their mounts. Yields the records of the clones to be created, by sandbox.
+        """Add the planned mounts to the records of new sandboxes.
 
-        On exit, clones that no sandbox mounts are removed.
+        Yields the records of the clones to create, by sandbox id. On exit, clones that no sandbox mounts are removed.
         """
-        shared = [each.volume.id for each in planned if each.source is None]
+        shared_ids = [each.volume.id for each in planned if each.source is None]
         sources = [each.source for each in planned if each.source is not None]
         try:
-            async with self._locking.shared_volumes(shared):
+            async with self._locking.shared_volumes(shared_ids):
                 clones: dict[str, list[Volume]] = {}
                 names: set[str] = set()
                 for sandbox in sandboxes:
@@ -111,8 +115,8 @@ class MountPlanner:
                             clones[sandbox.id].append(volume)
                             names.add(volume.name)
                         sandbox.mounts.append(Mount(volume=volume.id, path=each.path, read_only=each.read_only))
-                made = [clone for own in clones.values() for clone in own]
-                with self._index.reserved(names), self._index.pinned(*sources, *made):
+                new_clones = [clone for sandbox_clones in clones.values() for clone in sandbox_clones]
+                with self._index.reserved(names), self._index.pinned(*sources, *new_clones):
                     yield clones
         finally:
             if any(each.source or each.volume.owner for each in planned):
@@ -123,8 +127,10 @@ class MountPlanner:
             source = self._index.volume_snapshots[clone.from_snapshot]
             await finish_despite_cancellation(self._volumes.create_from_record(clone, source))
 
-    def _new_clone_record(self, sandbox: Sandbox, volume: Volume, source: VolumeSnapshot, taken: set[str]) -> Volume:
+    def _new_clone_record(
+        self, sandbox: Sandbox, volume: Volume, source: VolumeSnapshot, taken_names: set[str]
+    ) -> Volume:
         id, name = new_id(), f"{sandbox.name}-{volume.name}"
-        if len(name) > _MAX_NAME_LENGTH or name in taken or not self._index.is_free(name):
+        if len(name) > _MAX_NAME_LENGTH or name in taken_names or not self._index.is_free(name):
             name = f"{name[: _MAX_NAME_LENGTH - len(id) - 1]}-{id}"
         return Volume(id=id, name=name, size_mb=source.size_mb, from_snapshot=source.id, owner=sandbox.id)

@@ -1,4 +1,4 @@
-"""Names of objects, in requests and in messages."""
+"""Check the names of objects in requests, and format them for messages."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from sandbox_gateway.records import Record, Snapshot, check_name
 
 
 def require_valid_name(name: str) -> str:
-    """Return ``name``. Raises Invalid with the rule if it is not allowed."""
+    """Return ``name``. Raises Invalid, which states the naming rule, if it is not allowed."""
     try:
         return check_name(name)
     except ValueError as error:
@@ -17,5 +17,5 @@ def require_valid_name(name: str) -> str:
 
 
 def names_of(records: Iterable[Record]) -> str:
-    """Join the names of objects for a message; uses the id of a snapshot without a name."""
+    """Return the names of objects, joined for a message. A snapshot without a name is named by its id."""
     return ", ".join((*each.names, each.id)[0] if isinstance(each, Snapshot) else each.name for each in records)

@@ -1,6 +1,6 @@
-"""Save changes of records: the host commits a changed copy, then the index is updated.
+"""Save changes to records: the host commits a changed copy, then the index is updated.
 
-Changes are applied to single fields of the current record, so concurrent changes do not overwrite each other.
+Changes are applied to individual fields of the current record, so that concurrent changes do not overwrite each other.
 """
 
 from __future__ import annotations
@@ -17,20 +17,23 @@ Fields = Mapping[str, Any]
 
 
 async def save_sandbox(context: Context, id: str, *, only_if: Fields | None = None, **changes: Any) -> Sandbox:
-    """Commit ``changes`` of a sandbox's record. Returns the new record. On failure the index keeps the old record.
+    """Commit ``changes`` to a sandbox's record and return the new record. On failure, the index keeps the old record.
 
-    ``only_if``: values that the record must have at that time; otherwise it stays unchanged.
+    ``only_if``: values that the current record must have; otherwise it is returned unchanged.
     """
     return await finish_despite_cancellation(_save_sandbox(context, id, only_if or {}, changes))
 
 
 async def save_snapshot(context: Context, id: str, *, only_if: Fields | None = None, **changes: Any) -> Snapshot:
-    """Commit ``changes`` of a snapshot's record, like ``save_sandbox``."""
+    """Commit ``changes`` to a snapshot's record, like ``save_sandbox``."""
     return await finish_despite_cancellation(_save_snapshot(context, id, only_if or {}, changes))
 
 
 def record_locked(context: Context, record: Sandbox | Snapshot) -> AbstractAsyncContextManager[None]:
-    """Keep a record from being saved or removed by others. A caller that waited must look the record up again."""
+    """Return a lock that prevents others from saving or removing a record.
+
+    The record may have changed before the lock was acquired, so look it up again inside the context.
+    """
     what = "sandbox" if isinstance(record, Sandbox) else "snapshot"
     return context.locks.hold(f"record {record.id}", f"{what} {record.id}")
 
@@ -40,10 +43,10 @@ async def _save_sandbox(context: Context, id: str, only_if: Fields, changes: Fie
         current = context.index.sandbox(id)
         if not _has_values(current, only_if):
             return current
-        changed = current.model_copy(update=changes, deep=True)
-        await context.host.save(changed)
-        context.index.put(changed)
-        return changed
+        new = current.model_copy(update=changes, deep=True)
+        await context.host.save(new)
+        context.index.put(new)
+        return new
 
 
 async def _save_snapshot(context: Context, id: str, only_if: Fields, changes: Fields) -> Snapshot:
@@ -51,11 +54,11 @@ async def _save_snapshot(context: Context, id: str, only_if: Fields, changes: Fi
         current = context.index.any_snapshot(id)
         if not _has_values(current, only_if):
             return current
-        changed = current.model_copy(update=changes, deep=True)
-        await context.host.save_snapshot(changed)
-        if id in context.index.snapshots:  # it may have been removed meanwhile
-            context.index.put(changed)
-        return changed
+        new = current.model_copy(update=changes, deep=True)
+        await context.host.save_snapshot(new)
+        if id in context.index.snapshots:  # it may have been removed during the save
+            context.index.put(new)
+        return new
 
 
 def _has_values(record: Sandbox | Snapshot, values: Fields) -> bool:

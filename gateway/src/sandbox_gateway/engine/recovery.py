@@ -1,4 +1,4 @@
-"""Complete or undo, at start-up, operations that a crash or a reboot of the host interrupted."""
+"""At start-up, complete or undo the operations that a crash or a reboot of the host interrupted."""
 
 from __future__ import annotations
 
@@ -33,23 +33,26 @@ class Recovery:
         self._sandboxes = sandboxes
 
     def load(self, scan: Scan) -> None:
-        """Fill the index with the results of the host's scan."""
+        """Load the results of the host's scan into the index, and log what the scan repaired."""
         self._context.unreadable_sandboxes = scan.unreadable_sandboxes
-        clashes = self._index.load(scan.sandboxes, scan.snapshots, scan.volumes, scan.volume_snapshots)
-        for sentence in [*scan.repaired, *clashes]:
+        problems = self._index.load(scan.sandboxes, scan.snapshots, scan.volumes, scan.volume_snapshots)
+        for sentence in [*scan.repaired, *problems]:
             log.warning("repaired", what=sentence)
 
-    async def settle(self, alive: set[str]) -> None:
-        """Update the states of sandboxes to the running machines, ``alive``, and remove unused objects."""
+    async def reconcile(self, alive: set[str]) -> None:
+        """Update the states of sandboxes to match the running machines, and remove unused objects.
+
+        ``alive``: the instances whose machines run.
+        """
         for sandbox in self._sandboxes.list():
             try:
-                await self._settle_sandbox(sandbox, running=sandbox.instance in alive)
+                await self._reconcile_sandbox(sandbox, running=sandbox.instance in alive)
             except GatewayError as error:
-                log.error("sandbox not settled", sandbox=sandbox.id, reason=error.message)
+                log.error("sandbox not reconciled", sandbox=sandbox.id, reason=error.message)
         await self._remove_orphans()
         await self._collector.collect()
 
-    async def _settle_sandbox(self, sandbox: Sandbox, *, running: bool) -> None:
+    async def _reconcile_sandbox(self, sandbox: Sandbox, *, running: bool) -> None:
         if sandbox.state is SandboxState.PAUSED:
             if running:
                 await self._machines.stop_paused(sandbox)
@@ -58,7 +61,7 @@ class Recovery:
             if self._context.config.restart == "start":
                 self._context.background.start(self._restart(sandbox.id))
         else:
-            self._machines.notice_end(sandbox)
+            self._machines.mark_if_stopped(sandbox)
             if self._host.guest_mounts(sandbox):
                 self._context.background.start(self._attachments.complete_mounts(sandbox.id))
 
@@ -69,11 +72,11 @@ class Recovery:
             log.error("restart failed", sandbox=id, reason=error.message)
 
     async def _remove_orphans(self) -> None:
-        """Remove bases of interrupted builds, and pause snapshots of removed sandboxes."""
-        owned = {sandbox.pause_snapshot for sandbox in self._index.sandboxes.values()}
+        """Remove the bases of interrupted builds, and the pause snapshots of deleted sandboxes."""
+        owned_ids = {sandbox.pause_snapshot for sandbox in self._index.sandboxes.values()}
         for snapshot in list(self._index.snapshots.values()):
-            unowned = snapshot.kind is SnapshotKind.PAUSE and snapshot.id not in owned
-            if snapshot.kind is SnapshotKind.BASE or (unowned and not self._context.unreadable_sandboxes):
+            is_unowned = snapshot.kind is SnapshotKind.PAUSE and snapshot.id not in owned_ids
+            if snapshot.kind is SnapshotKind.BASE or (is_unowned and not self._context.unreadable_sandboxes):
                 try:
                     await self._collector.remove_snapshot(snapshot)
                 except GatewayError as error:

@@ -1,4 +1,4 @@
-"""Find references to snapshots and volumes, which prevent their removal."""
+"""Find the references that prevent the removal of snapshots and volumes."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 from sandbox_gateway.engine.context import Context
 from sandbox_gateway.engine.names import names_of
-from sandbox_gateway.errors import InUse, UsedOutside
+from sandbox_gateway.errors import InUse, InUseExternally
 from sandbox_gateway.records import Record, Sandbox, Snapshot, SnapshotKind, Volume, VolumeSnapshot
 
 
@@ -36,7 +36,7 @@ class References:
         return [volume for volume in self._index.volumes.values() if volume.from_snapshot in ids]
 
     def blockers(self, snapshot: Snapshot) -> list[Sandbox | Volume]:
-        """Return the users that prevent the deletion of a snapshot or its snapshots of volumes."""
+        """Return the sandboxes and volumes that prevent the deletion of a snapshot or its snapshots of volumes."""
         return [*self.blocking_sandboxes(snapshot), *self.blocking_volumes(self.volume_snapshots_in(snapshot))]
 
     def is_pinned(self, snapshot: Snapshot) -> bool:
@@ -44,9 +44,7 @@ class References:
         return self._index.is_pinned(snapshot) or any(map(self._index.is_pinned, self.volume_snapshots_in(snapshot)))
 
     def blocking_snapshots(self, snapshots: Iterable[VolumeSnapshot]) -> list[Snapshot]:
-        """Return the snapshots of sandboxes that contain one of ``snapshots``, except snapshots about to be
-        collected.
-        """
+        """Return the snapshots of sandboxes that include one of ``snapshots``, except the captures of clones."""
         ids = {snapshot.id for snapshot in snapshots}
         return [
             each
@@ -55,7 +53,7 @@ class References:
         ]
 
     def snapshot_refusal(self, snapshot: Snapshot) -> InUse | None:
-        """Return the error that names all users of a sandbox's snapshot or a template; None if it can be removed."""
+        """Return the error that names all users of a snapshot or template. None: it can be removed."""
         return in_use_error(
             snapshot,
             {
@@ -68,28 +66,31 @@ class References:
         )
 
     def volume_refusal(self, volume: Volume, *, with_snapshots: bool) -> InUse | None:
-        """Return the error that names all users of a volume, or of the volume ``with_snapshots``; None if it can be
-        removed.
+        """Return the error that names all users of a volume. None: it can be removed.
+
+        ``with_snapshots``: the volume's own snapshots do not count as users.
         """
         snapshots = self._index.snapshots_of(volume)
-        containers = self.blocking_snapshots(snapshots)
-        contained = {capture.snapshot for container in containers for capture in container.volumes}
-        own = [] if with_snapshots else [each for each in snapshots if each.id not in contained]
+        sandbox_snapshots = self.blocking_snapshots(snapshots)
+        contained_ids = {
+            capture.snapshot for sandbox_snapshot in sandbox_snapshots for capture in sandbox_snapshot.volumes
+        }
+        own_snapshots = [] if with_snapshots else [each for each in snapshots if each.id not in contained_ids]
         return in_use_error(
             volume,
             {
                 "mount": [sandbox for sandbox, _ in self._index.mounts_of(volume)],
-                "sandbox snapshot": containers,
-                "snapshot": own,
+                "sandbox snapshot": sandbox_snapshots,
+                "snapshot": own_snapshots,
                 "clone": self.blocking_volumes(snapshots),
             },
             "Detach or delete them first.",
-            overrides=["withSnapshots"] if own else [],
+            overrides=["withSnapshots"] if own_snapshots else [],
             busy=self._index.is_pinned(volume) or any(map(self._index.is_pinned, snapshots)),
         )
 
     def volume_snapshot_refusal(self, volume: Volume, snapshot: VolumeSnapshot) -> InUse | None:
-        """Return the error that names all users of a snapshot of a volume; None if it can be removed."""
+        """Return the error that names all users of a volume snapshot. None: it can be removed."""
         return in_use_error(
             snapshot,
             {"sandbox snapshot": self.blocking_snapshots([snapshot]), "clone": self.blocking_volumes([snapshot])},
@@ -99,8 +100,8 @@ class References:
         )
 
 
-_KINDS = {"cloned volume": "clone", "read-write mount": "mount", "snapshot": "volume_snapshot"}
-"""The kinds in an error's details, where they differ from the nouns in its message."""
+_USER_KINDS = {"cloned volume": "clone", "read-write mount": "mount", "snapshot": "volume_snapshot"}
+"""The kinds of users in an error's details that differ from the nouns in its message."""
 
 
 def in_use_error(
@@ -112,15 +113,15 @@ def in_use_error(
     volume: str = "",
     overrides: Sequence[str] = (),
 ) -> InUse | None:
-    """Return the error that counts and names all ``users``, by noun; None if there are none and it is not ``busy``.
+    """Return the error that counts and names all ``users``, by noun. None: there are no users, and it is not ``busy``.
 
-    ``busy``: a current request uses the object. ``volume``: the name of a snapshot's volume. ``overrides``: parameters
-    of the request that remove an obstacle.
+    ``busy``: another request currently uses the object. ``volume``: the name of the volume, if ``record`` is a
+    VolumeSnapshot. ``overrides``: request parameters with which the request would succeed.
     """
     subject = what, resource = _describe(record, volume)
-    named = {noun: [(each.id, names_of([each])) for each in records] for noun, records in users.items()}
-    if any(named.values()):
-        return _in_use(*subject, named, remedy, overrides)
+    names_by_noun = {noun: [(each.id, names_of([each])) for each in records] for noun, records in users.items()}
+    if any(names_by_noun.values()):
+        return _new_in_use_error(*subject, names_by_noun, remedy, overrides)
     if busy:
         details = {"resource": resource, "users": [], "overrides": []}
         return InUse(f"{what} is in use by another request. Try again later.", details=details)
@@ -128,17 +129,20 @@ def in_use_error(
 
 
 @contextlib.contextmanager
-def named_outside_users(record: Snapshot | VolumeSnapshot | Volume, volume: str = "") -> Iterator[None]:
-    """Raise a host's UsedOutside for ``record`` as a sentence. ``volume``: the name of a snapshot's volume."""
+def external_users_named(record: Snapshot | VolumeSnapshot | Volume, volume: str = "") -> Iterator[None]:
+    """Replace a host's InUseExternally with an error that names ``record`` and its users.
+
+    ``volume``: the name of the volume, if ``record`` is a VolumeSnapshot.
+    """
     try:
         yield
-    except UsedOutside as error:
+    except InUseExternally as error:
         users = {noun: list(group.items()) for noun, group in error.users.items()}
-        raise _in_use(*_describe(record, volume), users, error.remedy) from error
+        raise _new_in_use_error(*_describe(record, volume), users, error.remedy) from error
 
 
 def _describe(record: Snapshot | VolumeSnapshot | Volume, volume: str = "") -> tuple[str, str]:
-    """Return ``(description, kind)`` of the object in use."""
+    """Return the description and the kind of the object in use."""
     match record:
         case Volume():
             return f"volume {record.name!r}", "volume"
@@ -148,34 +152,38 @@ def _describe(record: Snapshot | VolumeSnapshot | Volume, volume: str = "") -> t
             return f"{record.kind.value} {names_of([record])!r}", record.kind.value
 
 
-def _in_use(
+def _new_in_use_error(
     what: str,
     resource: str,
     users: Mapping[str, Sequence[tuple[str, str]]],
     remedy: str,
     overrides: Sequence[str] = (),
 ) -> InUse:
-    """Return the error that counts and names all users. ``users``: (id, name), by noun."""
-    groups = [
-        f"{_count(noun, found)} ({', '.join(name for _, name in found)})" for noun, found in users.items() if found
+    """Return the error that counts and names all users. ``users``: ids and names, by noun."""
+    phrases = [
+        f"{_format_count(noun, group)} ({', '.join(name for _, name in group)})"
+        for noun, group in users.items()
+        if group
     ]
-    listed = [{"kind": _kind(noun), "id": id, "name": name} for noun, found in users.items() for id, name in found]
+    entries = [
+        {"kind": _user_kind(noun), "id": id, "name": name} for noun, group in users.items() for id, name in group
+    ]
     return InUse(
-        f"{what} is in use by {_enumerate(groups)}. {remedy}",
-        blockers=[each["id"] for each in listed],
-        details={"resource": resource, "users": listed, "overrides": list(overrides)},
+        f"{what} is in use by {_join_words(phrases)}. {remedy}",
+        blockers=[each["id"] for each in entries],
+        details={"resource": resource, "users": entries, "overrides": list(overrides)},
     )
 
 
-def _kind(noun: str) -> str:
-    return _KINDS.get(noun, noun.lower().replace(" ", "_"))
+def _user_kind(noun: str) -> str:
+    return _USER_KINDS.get(noun, noun.lower().replace(" ", "_"))
 
 
-def _count(noun: str, users: Sequence[object]) -> str:
+def _format_count(noun: str, users: Sequence[object]) -> str:
     if len(users) == 1:
         return f"1 {noun}"
     return f"{len(users)} {noun}{'es' if noun.endswith('x') else 's'}"
 
 
-def _enumerate(words: Sequence[str]) -> str:
+def _join_words(words: Sequence[str]) -> str:
     return " and ".join([", ".join(words[:-1]), words[-1]] if len(words) > 1 else words)

@@ -1,4 +1,4 @@
-"""Replace the machine of a sandbox. The old machine runs until the new one answers and takes over."""
+"""Replace the machine of a sandbox. The old machine runs until the new one responds and takes over."""
 
 from __future__ import annotations
 
@@ -26,9 +26,9 @@ class Replacement:
         self._machines = machines
 
     async def replace(self, old: Sandbox, snapshot: Snapshot, *, from_disk: bool, **changes: Any) -> Sandbox:
-        """Start a machine from ``snapshot`` that takes over the identity of ``old``, which the caller has locked.
+        """Start a machine from ``snapshot`` that takes over the identity of ``old``. The caller must hold its lock.
 
-        ``from_disk``: boot, even if the snapshot holds memory. ``changes``: fields of the new record.
+        ``from_disk``: boot from the disk, even if the snapshot includes memory. ``changes``: fields of the new record.
         """
         new = old.model_copy(update=changes)
         new.instance, new.host, new.started_at = new_id(), {}, now()
@@ -45,8 +45,8 @@ class Replacement:
             await clean_up(log, self._host.discard(new))
             raise
         self._context.events.publish("sandbox.replaced", sandboxID=new.id, head=new.head)
-        self._machines.notice_end(new)
-        # It is committed, and must not be answered as failed.
+        self._machines.mark_if_stopped(new)
+        # The replacement is committed, so a failed clean-up must not make the request fail.
         await clean_up(log, self._host.discard(old), self.remove_pause_snapshot(old))
         await self._collector.collect()
         return new

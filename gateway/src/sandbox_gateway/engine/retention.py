@@ -9,17 +9,17 @@ from sandbox_gateway.records import Snapshot
 
 
 def find_surplus(snapshots: Iterable[Snapshot], at: datetime) -> list[Snapshot]:
-    """Return the snapshots to remove, oldest first.
+    """Return the snapshots that no rule keeps, oldest first.
 
-    All snapshots of a sandbox that were taken under a rule form one series, to which the rule of the newest snapshot
-    applies; snapshots without a rule are not part of it.
+    All snapshots of a sandbox that were taken with a retention rule form one series, to which the rule of the newest
+    snapshot applies. Snapshots without a rule are not part of the series.
     """
     series: dict[str, list[Snapshot]] = {}
     for snapshot in snapshots:
         if snapshot.retention is not None:
             series.setdefault(snapshot.source_sandbox, []).append(snapshot)
-    found = [each for members in series.values() for each in _find_surplus_of_series(members, at)]
-    return sorted(found, key=lambda each: each.created_at)
+    surplus = [each for members in series.values() for each in _find_surplus_of_series(members, at)]
+    return sorted(surplus, key=lambda each: each.created_at)
 
 
 def _find_surplus_of_series(members: list[Snapshot], at: datetime) -> list[Snapshot]:
@@ -27,15 +27,15 @@ def _find_surplus_of_series(members: list[Snapshot], at: datetime) -> list[Snaps
     newest = newest_first[0]
     rule = newest.retention
     assert rule is not None
-    wanted = {newest.id}
+    kept_ids = {newest.id}
     if rule.keep_last is None and rule.keep_daily is None:
-        wanted |= {each.id for each in members}
-    wanted |= {each.id for each in newest_first[: rule.keep_last or 0]}
+        kept_ids |= {each.id for each in members}
+    kept_ids |= {each.id for each in newest_first[: rule.keep_last or 0]}
     days: dict[date, str] = {}
     for each in newest_first:
         days.setdefault(each.created_at.date(), each.id)
-    wanted |= set(list(days.values())[: rule.keep_daily or 0])
+    kept_ids |= set(list(days.values())[: rule.keep_daily or 0])
     if rule.max_age is not None:
-        old = {each.id for each in members if (at - each.created_at).total_seconds() > rule.max_age}
-        wanted -= old - {newest.id}
-    return [each for each in members if each.id not in wanted]
+        old_ids = {each.id for each in members if (at - each.created_at).total_seconds() > rule.max_age}
+        kept_ids -= old_ids - {newest.id}
+    return [each for each in members if each.id not in kept_ids]

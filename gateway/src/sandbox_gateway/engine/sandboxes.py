@@ -61,9 +61,10 @@ class Sandboxes:
         return sorted(self._index.sandboxes.values(), key=lambda each: (each.created_at, each.id))
 
     async def has_diverged(self, ref: str) -> bool:
-        """Return whether a sandbox's file system has changed since its head, including unwritten changes in the guest.
+        """Return whether a sandbox's file system has changed since its head.
 
-        Raises GatewayError if that is unknown; Timeout after two seconds without an answer from its agent.
+        Changes that the guest has not yet written to its disk count too. Raises GatewayError if the answer is unknown,
+        or Timeout if the agent does not respond within two seconds.
         """
         sandbox = self.get(ref)
         head = self._index.snapshots.get(sandbox.head)
@@ -89,7 +90,7 @@ class Sandboxes:
                 return await save_sandbox(self._context, sandbox.id, name=new_name or sandbox.name, **changes)
 
     async def set_timeout(self, ref: str, seconds: float | None) -> None:
-        """Set a sandbox's timeout to ``seconds`` from now; None: never."""
+        """Let a sandbox expire in ``seconds``. None: it never expires."""
         async with self._locking.sandbox(ref) as sandbox:
             end_at = end_time(seconds, self._context.config)
             await save_sandbox(self._context, sandbox.id, end_at=end_at, timeout=seconds or sandbox.timeout)
@@ -101,23 +102,24 @@ class Sandboxes:
             await save_sandbox(self._context, sandbox.id, network=policy)
 
     async def rollback(self, ref: str, snapshot_ref: str, *, cold_start: bool = False) -> Sandbox:
-        """Roll a sandbox back to a snapshot, under the same id and name. The old machine runs until the new one
-        answers.
+        """Roll a sandbox back to a snapshot. It keeps its id and name, and its machine runs until the new one responds.
 
-        The sandbox mounts the volumes that the snapshot's source mounted, except deleted ones; their contents do not
-        change. ``cold_start``: boot from the snapshot's disk instead of resuming from its memory.
+        The sandbox mounts the volumes that the snapshot's source mounted, except deleted ones. The contents of the
+        volumes do not change. ``cold_start``: boot from the snapshot's disk instead of resuming from its memory.
         """
         snapshot = self._index.snapshot(snapshot_ref)
-        # Pinned before the wait for the lock, during which the snapshot could be removed.
+        # Pin the snapshot first, because it could be removed during the wait for the lock.
         async with self._collector.pinned(snapshot), self._locking.sandbox(ref) as sandbox:
             return await self._rollback(sandbox, snapshot, cold_start=cold_start)
 
     async def promote(self, fork_ref: str, source_ref: str | None = None) -> Sandbox:
-        """Replace the source's state with its fork's: capture the fork and roll the source back to the capture."""
+        """Capture a fork, and roll the sandbox that it was forked from, or ``source_ref``, back to that capture."""
         fork = self._context.require_running(fork_ref)
         source = self.get(source_ref or fork.parent_sandbox or "")
         if source.id == fork.id:
-            raise Invalid("a sandbox cannot be promoted over itself: name the sandbox from which it was forked")
+            raise Invalid(
+                f"sandbox {fork.name} cannot replace itself: name the sandbox from which it was forked as the source"
+            )
         async with contextlib.AsyncExitStack() as stack:
             async with self._locking.running_sandbox(fork.id) as sandbox:
                 snapshot = self._captures.new_snapshot_record(sandbox, SnapshotKind.TRANSIENT)
@@ -134,11 +136,11 @@ class Sandboxes:
             head=snapshot.id,
             base=snapshot.id,
             resources=snapshot.resources,
-            mounts=self._mounts.remove_deleted(snapshot.mounts, sandbox),
+            mounts=self._mounts.without_deleted_volumes(snapshot.mounts, sandbox),
         )
 
     async def pause(self, ref: str, *, memory: bool = True) -> None:
-        """Capture the sandbox and stop its machine. Without memory, the disk is synced and the machine is killed."""
+        """Capture a sandbox and stop its machine. Without ``memory``, sync its disk instead of capturing it."""
         async with self._locking.running_sandbox(ref) as sandbox:
             await finish_despite_cancellation(self._pause(sandbox, memory and self._host.abilities.memory))
 
@@ -152,7 +154,7 @@ class Sandboxes:
         self._events.publish("sandbox.paused", sandboxID=sandbox.id)
 
     async def _capture_and_pause(self, sandbox: Sandbox) -> Sandbox:
-        """Capture a sandbox, and record that it is paused. On failure, no snapshot remains."""
+        """Capture a sandbox, and save that it is paused. On failure, no snapshot remains."""
         snapshot = self._captures.new_snapshot_record(sandbox, SnapshotKind.PAUSE)
         try:
             await self._captures.capture(sandbox, snapshot, memory=True)
@@ -166,19 +168,19 @@ class Sandboxes:
         return await save_sandbox(self._context, sandbox.id, **changes)
 
     async def resume(self, ref: str, *, timeout: float | Unset | None = UNSET, cold_start: bool = False) -> Sandbox:
-        """Resume a paused sandbox, from its snapshot or else from its disk; with ``cold_start`` never from memory.
+        """Resume a paused sandbox from its snapshot, or from its disk if it has none.
 
-        Its timeout continues. If it is already over, it starts again, with the last timeout that was set or else the
-        host's default.
+        Its timeout continues. If the sandbox has already expired, the timeout starts again, with the last value that
+        was set or the host's default. ``cold_start``: boot from the disk instead of resuming from memory.
         """
         async with self._locking.sandbox(ref) as sandbox:
             if sandbox.state is SandboxState.RUNNING:
-                raise Conflict(f"sandbox {sandbox.id} is already running")
+                raise Conflict(f"sandbox {sandbox.id} is already running: only a paused sandbox can be resumed")
             expired = sandbox.end_at is not None and sandbox.end_at <= now()
             if isinstance(timeout, Unset) and expired:
                 timeout = sandbox.timeout or UNSET
-            goes_on = isinstance(timeout, Unset) and not expired
-            end_at = sandbox.end_at if goes_on else end_time(timeout, self._context.config)
+            keeps_end = isinstance(timeout, Unset) and not expired
+            end_at = sandbox.end_at if keeps_end else end_time(timeout, self._context.config)
             if sandbox.pause_snapshot:
                 return await self._resume_from_snapshot(sandbox, end_at, cold_start or sandbox.cold_start)
             async with self._locking.shared_mounts(sandbox):
@@ -187,14 +189,18 @@ class Sandboxes:
     async def _resume_from_snapshot(self, old: Sandbox, end_at: datetime | None, cold_start: bool) -> Sandbox:
         snapshot = self._index.snapshots.get(old.pause_snapshot)
         if snapshot is None:
-            raise NotFound("the capture of this paused sandbox, snapshot", old.pause_snapshot, resource="sandbox")
+            message = (
+                f"sandbox {old.id} cannot be resumed, because its capture {old.pause_snapshot} is missing: restore the "
+                "capture from a backup, or delete the sandbox"
+            )
+            raise NotFound("snapshot", old.pause_snapshot, message=message, resource="sandbox")
         new = await self._replacement.replace(old, snapshot, from_disk=cold_start, end_at=end_at, cold_start=False)
         self._events.publish("sandbox.resumed", sandboxID=old.id)
         return new
 
     async def _resume_from_disk(self, sandbox: Sandbox, end_at: datetime | None) -> Sandbox:
-        booted = sandbox.model_copy(deep=True)
-        await self._machines.boot(booted)
+        new = sandbox.model_copy(deep=True)
+        await self._machines.boot(new)
         changes: dict[str, Any] = {
             "state": SandboxState.RUNNING,
             "state_reason": "",
@@ -202,19 +208,19 @@ class Sandboxes:
             "started_at": now(),
         }
         try:
-            resumed = await save_sandbox(self._context, sandbox.id, host=booted.host, **changes)
+            new = await save_sandbox(self._context, sandbox.id, host=new.host, **changes)
         except BaseException:
-            await clean_up(log, self._host.stop(booted))
+            await clean_up(log, self._host.stop(new))
             raise
         self._events.publish("sandbox.resumed", sandboxID=sandbox.id)
-        self._machines.notice_end(resumed)
-        return resumed
+        self._machines.mark_if_stopped(new)
+        return new
 
     async def expire(self, ref: str) -> None:
-        """Pause or delete a sandbox, as its record says, if its timeout is over by now."""
+        """Pause or delete a sandbox, depending on its ``on_timeout``, if it has expired."""
         async with self._locking.sandbox(ref) as sandbox:
             if not has_expired(sandbox, now()):
-                return  # was extended or paused while others expired
+                return  # the timeout was extended, or the sandbox was paused in the meantime
             if sandbox.on_timeout is OnTimeout.PAUSE:
                 self._context.require_running(sandbox.id)
                 await finish_despite_cancellation(self._pause(sandbox, self._host.abilities.memory))
@@ -222,12 +228,12 @@ class Sandboxes:
                 await finish_despite_cancellation(self._delete(sandbox))
 
     async def delete(self, ref: str) -> None:
-        """Stop a sandbox and remove it. Its snapshots remain."""
+        """Stop and remove a sandbox. Its snapshots remain."""
         async with self._locking.sandbox(ref) as sandbox:
             await finish_despite_cancellation(self._delete(sandbox))
 
     async def _delete(self, sandbox: Sandbox) -> None:
-        # A save that waits for this lock must not bring the record back.
+        # A save that waits for this lock must not restore the record.
         async with record_locked(self._context, sandbox):
             await self._host.remove(sandbox)
             self._index.remove(sandbox.id)

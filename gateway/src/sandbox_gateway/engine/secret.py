@@ -23,30 +23,30 @@ class Secret:
         self.key = load_secret(path)
 
     def derive(self, purpose: str) -> str:
-        """Derive a secret for one purpose. The result is always the same and is not stored."""
+        """Derive a secret for one purpose. The result is always the same, so it need not be stored."""
         return hmac.new(self.key, purpose.encode(), hashlib.sha256).hexdigest()
 
 
 def load_secret(path: Path) -> bytes:
-    """Load the 32 bytes in ``path``, which never leave this host. Creates the file on first use.
+    """Load the 32-byte secret from ``path``. Create the file on first use. The secret never leaves this host.
 
-    Raises Invalid for a file of another length: anyone could compute tokens derived from an empty one.
+    Raises Invalid if the file has another length: anyone could compute the tokens derived from an empty secret.
     """
     try:
         secret = path.read_bytes()
     except FileNotFoundError:
-        return _create(path)
+        return _create_secret(path)
     if len(secret) != _BYTES:
         raise Invalid(
-            f"the secret file {path} has {len(secret)} bytes instead of {_BYTES}: restore it from a backup. "
-            "Without one, remove the file, start the gateway, and pause and resume all running sandboxes to "
+            f"the secret file {path} is {len(secret)} bytes long instead of {_BYTES}: restore it from a backup. "
+            "If there is no backup, remove the file, start the gateway, and pause and resume all running sandboxes to "
             "give them new tokens"
         )
     path.chmod(0o600)
     return secret
 
 
-def _create(path: Path) -> bytes:
+def _create_secret(path: Path) -> bytes:
     secret = secrets.token_bytes(_BYTES)
     partial = path.with_name(f".{path.name}.new")
     partial.unlink(missing_ok=True)
@@ -56,7 +56,7 @@ def _create(path: Path) -> bytes:
         file.flush()
         os.fsync(descriptor)
     partial.rename(path)
-    # The secret must be on disk before the first sandbox whose token is derived from it.
+    # The secret must be on the disk before the first token is derived from it.
     directory = os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
         os.fsync(directory)

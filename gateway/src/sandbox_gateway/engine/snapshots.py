@@ -35,16 +35,18 @@ class Snapshots:
         return self._index.snapshot(ref)
 
     def list(self, kinds: Iterable[SnapshotKind] = (SnapshotKind.SNAPSHOT,)) -> Sequence[Snapshot]:
-        wanted = set(kinds)
-        found = [each for each in self._index.snapshots.values() if each.kind in wanted and not each.is_hidden]
-        return sorted(found, key=lambda each: (each.created_at, each.id))
+        allowed_kinds = set(kinds)
+        snapshots = [
+            each for each in self._index.snapshots.values() if each.kind in allowed_kinds and not each.is_hidden
+        ]
+        return sorted(snapshots, key=lambda each: (each.created_at, each.id))
 
     def lineage(self, root: str | None = None) -> Trees:
-        """Return the trees of templates and snapshots with their sandboxes: all trees, or the one below ``root``."""
+        """Return the trees of templates, snapshots and sandboxes: all trees, or only the one below ``root``."""
         return self._index.lineage(root)
 
     def files_of(self, ref: str) -> dict[str, str]:
-        """Return a snapshot's paths on the host: ``dir``, and ``memory`` and ``vmstate`` if it has them."""
+        """Return a snapshot's paths on the host: ``dir``, and if they exist, ``memory`` and ``vmstate``."""
         return self._host.files_of(self.get(ref))
 
     async def create(
@@ -58,13 +60,13 @@ class Snapshots:
         volumes: Sequence[str] = (),
         retention: Retention | None = None,
     ) -> Snapshot:
-        """Capture a running sandbox, which keeps running. ``memory``: "auto" (if the host can) or "none".
+        """Capture a running sandbox, which keeps running. ``memory``: "auto" (if the host supports it) or "none".
 
-        ``volumes``: names or ids of mounted volumes to capture in the same pause, all or nothing. ``retention``: the
-        rule for this snapshot and all earlier ones of the sandbox that were taken under a rule.
+        ``volumes``: names or ids of mounted volumes to capture in the same pause, all-or-nothing. ``retention``: the
+        rule for this snapshot and for all earlier snapshots of the sandbox that were taken with a rule.
         """
         if memory not in ("auto", "none"):
-            raise Invalid(f"memory must be 'auto' or 'none', not {memory[:20]!r}")
+            raise Invalid(f"memory is {memory[:20]!r}: set it to 'auto' or 'none'")
         names = [require_valid_name(name)] if name else []
         with self._index.reserved(names):
             async with self._locking.running_sandbox(ref) as sandbox:
@@ -77,11 +79,10 @@ class Snapshots:
 
     async def branch(self, ref: str, name: str | None = None) -> Snapshot:
         """Capture a sandbox under ``name``, or under `branch-ID-N`, where N increases with each call."""
-        return await self.create(ref, name=name or await self._next_branch(ref))
+        return await self.create(ref, name=name or await self._next_branch_name(ref))
 
-    async def _next_branch(self, ref: str) -> str:
-        """Return the next generated name. The number is saved before use, so that it is never reused: deletions and
-        restarts leave gaps."""
+    async def _next_branch_name(self, ref: str) -> str:
+        """Return the next generated name. Its number is saved before use, so that it is never reused."""
         async with self._locking.running_sandbox(ref) as sandbox:
             number = sandbox.branches + 1
             while not self._index.is_free(name := f"branch-{sandbox.id}-{number}"):
@@ -90,10 +91,10 @@ class Snapshots:
             return name
 
     async def delete(self, ref: str, *, when_unused: bool = False) -> bool:
-        """Remove a snapshot or template. Returns whether it was removed, not hidden. Raises InUse, which lists every
-        user.
+        """Remove a snapshot or template. Raises InUse, which lists every user.
 
-        ``when_unused``: if it is in use, hide it now and remove it with its last user.
+        ``when_unused``: if it is in use, hide it now and remove it with its last user. Returns False if it was only
+        hidden.
         """
         snapshot = self.get(ref)
         if refusal := self._references.snapshot_refusal(snapshot):
@@ -101,7 +102,7 @@ class Snapshots:
                 raise refusal
             await save_snapshot(self._context, snapshot.id, doomed=True)
             self._context.events.publish("snapshot.hidden", snapshotID=snapshot.id)
-            # Its last user may have gone while the record was saved.
+            # Its last user may have been removed while the record was saved.
             await self._collector.collect()
             return snapshot.id not in self._index.snapshots
         await self._collector.remove_snapshot(snapshot)

@@ -1,4 +1,4 @@
-"""Requests to the engine, and its results."""
+"""The parameters and results of the engine's operations."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from sandbox_gateway.records import NetworkPolicy, OnTimeout
 
 
 class Unset:
-    """The type of UNSET, which means that no value was given, as opposed to None."""
+    """The type of UNSET, which means that no value was given. None is a value."""
 
 
 UNSET: Final = Unset()
@@ -20,27 +20,27 @@ class MountSpec:
     """A volume to mount in a sandbox."""
 
     volume: str
-    """Its name or id."""
+    """The name or id of the volume."""
     path: str
     read_only: bool = False
     clone: bool = False
-    """Mount a clone of the volume, made from the snapshot, instead of the volume itself."""
+    """Mount a clone of the volume as captured in the snapshot, instead of the volume itself."""
 
 
 @dataclass
 class ForkSpec:
     """The number and properties of sandboxes to create.
 
-    ``cpus``, ``memory_mb`` and ``disk_mb``: None means as in the snapshot. The other fields say what their None means.
+    ``cpus``, ``memory_mb`` and ``disk_mb``: None means the value of the snapshot.
     """
 
     count: int = 1
     names: list[str] | None = None
-    """One name per sandbox; without names, each is named after its id."""
+    """One name for each sandbox. None: each is named after its id."""
     concurrency: int | None = None
-    """The number of sandboxes that start at the same time; None: the host's default."""
+    """Maximum number of sandboxes that start at the same time. None: the host's default."""
     atomic: bool = True
-    """Create all sandboxes or none; otherwise as many as possible."""
+    """Create either all sandboxes or none. False: create as many as possible."""
     cpus: int | None = None
     memory_mb: int | None = None
     disk_mb: int | None = None
@@ -51,14 +51,14 @@ class ForkSpec:
     env: dict[str, str] = field(default_factory=dict)
     network: NetworkPolicy = field(default_factory=NetworkPolicy)
     mounts: list[MountSpec] | None = None
-    """The mounts, in the order of mounting; None: the mounts of the snapshot's source."""
+    """The mounts, in mount order. None: the mounts of the snapshot's source."""
     timeout: float | Unset | None = UNSET
-    """Lifetime in seconds; None: unlimited; UNSET: the host's default."""
+    """Lifetime in seconds. None: unlimited. UNSET: the host's default."""
     on_timeout: OnTimeout = OnTimeout.KILL
     auto_resume: bool = False
     idempotency_key: str = ""
     operation: str = ""
-    """The id under which progress events are published."""
+    """Id of the operation in progress events. Empty: publish no progress events."""
 
 
 @dataclass(frozen=True)
@@ -71,10 +71,10 @@ class ExecResult:
 
 @dataclass(frozen=True)
 class EvalResult:
-    """The outcome of code in the sandbox's interpreter."""
+    """The result of code that the sandbox's interpreter evaluated."""
 
     result: str
-    """The ``repr`` of its last expression's value."""
+    """The ``repr`` of the value of the last expression."""
     error: str
     """The error message; empty if there was no error."""
     exit_code: int

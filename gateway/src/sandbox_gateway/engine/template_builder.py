@@ -1,4 +1,4 @@
-"""Build a template: create a base, boot it, set it up from inside, and capture it."""
+"""Build a template: create a base file system, boot it, set it up from inside, and capture it."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ from sandbox_gateway.recipes import Recipe
 from sandbox_gateway.records import Memory, Sandbox, Snapshot, SnapshotKind
 from sandbox_gateway.tasks import clean_up
 
-_PROBE_INTERVAL = 0.5
+_PROBE_INTERVAL_SECONDS = 0.5
 _PROBE_SECONDS = 30
-_TAIL = 1000
+_TAIL_BYTES = 1000
 
 log = Logger("templates")
 
@@ -32,13 +32,13 @@ class TemplateBuilder:
         self._captures = captures
 
     async def build(self, build: Build, recipe: Recipe, description: str) -> Snapshot:
-        """Build the template for ``build``, which receives the log. The template has no name yet."""
+        """Build a template, which has no name yet, and write the log to ``build``."""
         host = self._host
         base = Snapshot(kind=SnapshotKind.BASE, resources=recipe.resources)
         base = await host.build_base(base, recipe, build.log)
         try:
             sandbox = self._new_sandbox_record(build, base, recipe)
-            build.log("booting it")
+            build.log("booting the base file system")
             await self._machines.fork(base, sandbox, with_memory=False)
             try:
                 await self._set_up(build, sandbox, recipe)
@@ -62,7 +62,7 @@ class TemplateBuilder:
         for command in recipe.setup:
             build.log(f"$ {command}")
             lines = LogLines(build)
-            code = await agent.shell(command, lines.take, seconds=recipe.setup_timeout)
+            code = await agent.run_shell(command, lines.feed, seconds=recipe.setup_timeout)
             lines.flush()
             if code != 0:
                 raise BackendFailed(
@@ -83,21 +83,22 @@ class TemplateBuilder:
             if result.exit_code == 0 and not result.timed_out:
                 return
             if time.monotonic() > deadline:
-                said = remove_control_characters(
-                    (result.stderr or result.stdout)[-_TAIL:].decode(errors="replace")
+                output = remove_control_characters(
+                    (result.stderr or result.stdout)[-_TAIL_BYTES:].decode(errors="replace")
                 ).strip()[-200:]
                 raise Timeout(
-                    f"the ready probe did not succeed within {recipe.ready_timeout:g} s. Its last output: {said}"
+                    f"the ready probe did not succeed within {recipe.ready_timeout:g} s. Its last output: "
+                    f"{output or 'none'}"
                 )
-            await asyncio.sleep(_PROBE_INTERVAL)
+            await asyncio.sleep(_PROBE_INTERVAL_SECONDS)
 
     async def _capture(self, build: Build, sandbox: Sandbox, description: str) -> Snapshot:
         agent = self._agents.client(sandbox)
         if self._host.abilities.memory:
             # The interpreter becomes part of the template's memory, so that forks run their first code immediately.
-            build.log("starting its code interpreter")
+            build.log("starting the code interpreter")
             await agent.call("/contexts/default/start", {}, seconds=120)
-        build.log("capturing it")
+        build.log("capturing the template")
         await agent.call("/sync", {}, seconds=120)
         template = Snapshot(
             id=build.template_id,
@@ -110,6 +111,6 @@ class TemplateBuilder:
             recipe=build.recipe,
         )
         template = await self._captures.capture_state(sandbox, template, memory=True)
-        held = "memory and disk" if template.memory is not Memory.NONE else "disk"
-        build.log(f"captured {held} in {template.pause_ms:.0f} ms")
+        contents = "memory and disk" if template.memory is not Memory.NONE else "disk"
+        build.log(f"captured {contents} in {template.pause_ms:.0f} ms")
         return template

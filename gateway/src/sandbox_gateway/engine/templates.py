@@ -1,4 +1,4 @@
-"""Build templates in the background, and name them."""
+"""Build templates in the background, and give them names."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ from sandbox_gateway.tasks import clean_up, finish_despite_cancellation
 
 log = Logger("templates")
 
-_KEPT_BUILDS = 100
+_MAX_BUILDS = 100
 
 
 class Templates:
-    """Operations on templates. All builds are kept until the gateway stops. A finished template is a snapshot."""
+    """Operations on templates. A finished template is a snapshot; the latest builds are kept in memory."""
 
     def __init__(self, context: Context, snapshots: Snapshots, builder: TemplateBuilder) -> None:
         self._context = context
@@ -33,9 +33,9 @@ class Templates:
         self._snapshots = snapshots
         self._builder = builder
         self._builds: dict[str, Build] = {}
-        self._naming = asyncio.Lock()
-        """Held while names move between templates."""
-        self._gate = asyncio.Semaphore(context.config.limits.builds)
+        self._naming_lock = asyncio.Lock()
+        """Held while a name is moved from one template to another."""
+        self._build_slots = asyncio.Semaphore(context.config.limits.builds)
 
     def get(self, ref: str) -> Snapshot:
         return self._index.snapshot(ref, what="template", kinds=[SnapshotKind.TEMPLATE])
@@ -44,14 +44,14 @@ class Templates:
         return self._snapshots.list([SnapshotKind.TEMPLATE])
 
     async def build(self, name: str, recipe: Recipe, description: str = "") -> Build:
-        """Build a template in the background, or return the existing build if the recipe is the same."""
+        """Build a template in the background. If ``name`` already has this recipe, return the existing build."""
         require_valid_name(name)
         source = await asyncio.to_thread(source_digest, recipe)
         digest = recipe.digest(await self.guest_digest(), source)
-        if (under_way := self._find_running_build(name, digest)) is not None:
-            return under_way
-        if (same := self._find_template(name, digest)) is not None:
-            return _finished_build(same, name, digest)
+        if (running := self._find_running_build(name, digest)) is not None:
+            return running
+        if (existing := self._find_template(name, digest)) is not None:
+            return _finished_build(existing, name, digest)
         self._require_available(name)
         build = Build(
             template_id=new_id(), name=name, digest=digest, source_digest=source, recipe=_canonical_recipe(recipe)
@@ -61,27 +61,31 @@ class Templates:
         return build
 
     async def guest_digest(self) -> str:
-        """Return the digest of the guest with which this gateway builds templates."""
+        """Return the digest of the guest files with which this gateway builds templates."""
         return await asyncio.to_thread(self._context.host.guest_digest)
 
     def get_build(self, template_ref: str, build_id: str = "") -> Build:
-        """Return the newest build of a template (by id or name), or its build ``build_id``."""
+        """Return the newest build of a template, or its build ``build_id``. ``template_ref``: an id or name."""
         for build in reversed(self._builds.values()):
             if template_ref in (build.template_id, build.name) and build_id in ("", build.build_id):
                 return build
         template = self.get(template_ref)
         build = _finished_build(template, template_ref, template.recipe_digest)
         if build_id not in ("", build.build_id):
-            raise NotFound(f"build of template {template.id},", build_id, resource="build", parent=template.id)
+            message = f"build {build_id!r} of template {template.id!r} not found"
+            raise NotFound("build", build_id, message=message, parent=template.id)
         return build
 
     def list_unfinished_builds(self) -> Sequence[Build]:
         return [build for build in self._builds.values() if build.status != "ready"]
 
     async def set_alias(self, template_ref: str, alias: str) -> Snapshot:
-        """Give a template a name, taking it from another template if necessary, but not from other objects."""
+        """Give a template a name. Another template loses the name if it has it; other objects keep theirs.
+
+        Raises NameTaken if another kind of object has the name.
+        """
         require_valid_name(alias)
-        async with self._naming:
+        async with self._naming_lock:
             template = self.get(template_ref)
             if alias in template.names:
                 return template
@@ -89,16 +93,16 @@ class Templates:
             return await finish_despite_cancellation(self._set_alias(template, alias))
 
     async def _set_alias(self, template: Snapshot, alias: str) -> Snapshot:
-        losers = [each for each in self.list() if alias in each.names]
-        with self._index.reserved([alias], taken_from={each.id for each in losers}):
-            for each in losers:
+        former_owners = [each for each in self.list() if alias in each.names]
+        with self._index.reserved([alias], taken_from={each.id for each in former_owners}):
+            for each in former_owners:
                 await self._set_names(each, [name for name in each.names if name != alias])
             try:
                 named = await self._set_names(template, [*template.names, alias])
             except BaseException:
-                await clean_up(log, *(self._set_names(each, each.names) for each in losers))
+                await clean_up(log, *(self._set_names(each, each.names) for each in former_owners))
                 raise
-        await clean_up(log, *(self._remove(each.id) for each in losers if each.names == [alias]))
+        await clean_up(log, *(self._remove(each.id) for each in former_owners if each.names == [alias]))
         return named
 
     def _require_available(self, name: str) -> None:
@@ -107,10 +111,10 @@ class Templates:
         if owner and not (
             owner in self._index.snapshots and self._index.snapshots[owner].kind is SnapshotKind.TEMPLATE
         ):
-            raise NameTaken(f"the name {name!r} is taken by {owner}: choose another", blockers=[owner])
+            raise NameTaken(f"the name {name!r} is taken by {owner}: choose another name", blockers=[owner])
 
     async def _remove(self, id: str) -> None:
-        """Remove a template without names, or hide it until its last user has gone."""
+        """Remove a template that has no names any more, or hide it until its last user is removed."""
         with contextlib.suppress(NotFound):
             await self._snapshots.delete(id, when_unused=True)
 
@@ -135,12 +139,12 @@ class Templates:
 
     def _remember(self, build: Build) -> None:
         self._builds[build.build_id] = build
-        ended = [each for each in self._builds.values() if each.status != "building"]
-        for each in ended[: max(0, len(self._builds) - _KEPT_BUILDS)]:
+        ended_builds = [each for each in self._builds.values() if each.status != "building"]
+        for each in ended_builds[: max(0, len(self._builds) - _MAX_BUILDS)]:
             del self._builds[each.build_id]
 
     async def _build(self, build: Build, recipe: Recipe, description: str) -> None:
-        """Build a template and name it; on failure no template remains."""
+        """Build a template and name it. On failure, no template remains."""
         try:
             template = await self._builder.build(build, recipe, description)
             await self.set_alias(template.id, build.name)
@@ -152,7 +156,7 @@ class Templates:
         publish = self._context.events.publish
         publish("template.building", templateID=build.template_id, buildID=build.build_id, name=build.name)
         try:
-            async with self._gate:
+            async with self._build_slots:
                 await self._build(build, recipe, description)
         except GatewayError as error:
             build.log(f"failed: {error.message}")
@@ -175,18 +179,18 @@ def _finished_build(template: Snapshot, name: str, digest: str) -> Build:
     return build
 
 
-def is_outdated(template: Snapshot, guest: str) -> bool | None:
-    """Return whether a template was built with another guest, so that building its recipe again makes a new one.
+def is_outdated(template: Snapshot, guest_digest: str) -> bool | None:
+    """Return whether a template was built with other guest files, so that its recipe now gives another template.
 
-    ``guest``: `Templates.guest_digest`. None: this cannot be determined.
+    ``guest_digest``: the result of ``Templates.guest_digest``. Returns None if this cannot be determined.
     """
     if not template.recipe:
         return None
     recipe = Recipe.model_validate(template.recipe)
     if recipe.path and not template.source_digest:
-        # An older gateway built it, and did not store the digest of these files.
+        # The template was built by an older gateway, which did not store the digest of these files.
         return None
-    return recipe.digest(guest, template.source_digest) != template.recipe_digest
+    return recipe.digest(guest_digest, template.source_digest) != template.recipe_digest
 
 
 def _canonical_recipe(recipe: Recipe) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""Compute timeouts of sandboxes."""
+"""Compute when sandboxes expire."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ _MAX_SECONDS = 100 * 366 * 86400
 
 
 def end_time(timeout: float | Unset | None, config: Config) -> datetime | None:
-    """Return the time ``timeout`` seconds from now; UNSET: the host's default; None: never. Raises Invalid."""
+    """Return the time ``timeout`` seconds from now. UNSET: use the host's default. None: never. Raises Invalid."""
     if isinstance(timeout, Unset):
         timeout = config.limits.timeout_seconds or None
     if timeout is not None and not 0 <= timeout <= _MAX_SECONDS:
-        raise Invalid(f"a timeout of {timeout:g} s is not possible: give 0 or more, at most {_MAX_SECONDS}")
+        raise Invalid(f"a timeout of {timeout:g} s is not possible: use a timeout from 0 to {_MAX_SECONDS} s")
     return None if timeout is None else now() + timedelta(seconds=timeout)
 
 
 def has_expired(sandbox: Sandbox, at: datetime) -> bool:
-    """Return whether the timeout of a running sandbox is over."""
+    """Return whether a sandbox is running although its timeout is over."""
     return sandbox.state is SandboxState.RUNNING and sandbox.end_at is not None and sandbox.end_at <= at

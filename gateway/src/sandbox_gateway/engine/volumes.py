@@ -38,16 +38,16 @@ class Volumes:
         return sorted(self._index.volumes.values(), key=lambda each: (each.created_at, each.id))
 
     def mounts_of(self, volume: Volume) -> Sequence[tuple[Sandbox, Mount]]:
-        """Return the sandboxes that mount a volume, running or paused."""
+        """Return the running and paused sandboxes that mount a volume, with their mounts of it."""
         return self._index.mounts_of(volume)
 
     async def state(self, ref: str) -> VolumeState:
         return await self._host.volume_state(self.get(ref))
 
     async def create(self, name: str, size_mb: int | None = None, from_snapshot: str | None = None) -> Volume:
-        """Create a volume, empty or from a snapshot ("VOLUME@SNAPSHOT", or the snapshot's id).
+        """Create an empty volume, or a volume from a snapshot ("VOLUME@SNAPSHOT", or the snapshot's id).
 
-        The default size is the snapshot's, or else 1024 MiB.
+        The default size is the size of the snapshot, or 1024 MiB.
         """
         source = self._find_source(from_snapshot) if from_snapshot else None
         if size_mb is None:
@@ -56,7 +56,7 @@ class Volumes:
         if source and size_mb < source.size_mb:
             raise Invalid(
                 f"the size of {size_mb} MiB is less than the {source.size_mb} MiB of snapshot {source.id}: "
-                "request at least that size"
+                f"request at least {source.size_mb} MiB"
             )
         name = require_valid_name(name)
         volume = Volume(name=name, size_mb=size_mb, from_snapshot=source.id if source else "")
@@ -77,7 +77,7 @@ class Volumes:
             _check_size(size_mb)
             if size_mb < volume.size_mb:
                 raise Invalid(
-                    f"volume {volume.name} has {volume.size_mb} MiB and cannot shrink to {size_mb} MiB: "
+                    f"volume {volume.name} has a size of {volume.size_mb} MiB and cannot shrink to {size_mb} MiB: "
                     "request a larger size"
                 )
             if size_mb > volume.size_mb:
@@ -99,18 +99,20 @@ class Volumes:
         return self._index.snapshots_of(self.get(ref))
 
     async def create_snapshot(self, ref: str, name: str = "") -> VolumeSnapshot:
-        """Snapshot a volume at one instant. Sandboxes that mount it keep running. The default name is the id."""
+        """Take a snapshot of a volume at one instant. Sandboxes that mount it keep running. ``name``: by default, the
+        snapshot's id.
+        """
         async with self._locked(ref) as volume:
             id = new_id()
             snapshot = VolumeSnapshot(
                 id=id, name=require_valid_name(name) if name else id, volume=volume.id, size_mb=volume.size_mb
             )
-            taken = [each for each in self._index.snapshots_of(volume) if snapshot.name in (each.name, each.id)]
-            if taken:
+            conflicts = [each for each in self._index.snapshots_of(volume) if snapshot.name in (each.name, each.id)]
+            if conflicts:
                 raise NameTaken(
                     f"volume {volume.name} already has a snapshot {name!r}: choose another name, or delete "
                     "that snapshot",
-                    blockers=[taken[0].id],
+                    blockers=[conflicts[0].id],
                 )
             return await finish_despite_cancellation(self._create_snapshot(volume, snapshot))
 
@@ -120,12 +122,12 @@ class Volumes:
         return snapshot
 
     def add_snapshot(self, volume: Volume, snapshot: VolumeSnapshot) -> None:
-        """Add a snapshot of a volume, which the host has committed, to the index."""
+        """Add a volume snapshot that the host has committed to the index."""
         self._index.put(snapshot)
         self._events.publish("volume.captured", volumeID=volume.name, snapshotID=snapshot.id, name=snapshot.name)
 
     async def delete_snapshot(self, ref: str, snapshot_ref: str) -> None:
-        """Remove a snapshot of a volume. One that is part of a sandbox's snapshot is removed only with it."""
+        """Remove a volume snapshot. Raises InUse, for example if it is part of a sandbox's snapshot."""
         async with self._locked(ref) as volume:
             snapshot = self._index.volume_snapshot(snapshot_ref, volume)
             if refusal := self._references.volume_snapshot_refusal(volume, snapshot):
@@ -133,10 +135,10 @@ class Volumes:
             await finish_despite_cancellation(self._collector.remove_volume_snapshot(snapshot))
 
     async def rollback(self, ref: str, snapshot_ref: str, force: bool = False) -> Volume:
-        """Roll a volume's content back to a snapshot. The volume keeps its current size.
+        """Roll the contents of a volume back to a snapshot. The volume keeps its current size.
 
-        Refused while a sandbox, running or paused, mounts it read-write, unless ``force``: the files change under that
-        sandbox, and its unwritten data is lost or overwrites them.
+        Raises InUse if a running or paused sandbox mounts the volume read-write: its files would change, and data that
+        it has not yet written would be lost or overwrite them. ``force``: roll back anyway.
         """
         async with self._locked(ref) as volume:
             snapshot = self._index.volume_snapshot(snapshot_ref, volume)
@@ -163,10 +165,10 @@ class Volumes:
         async with self._locking.volumes([ref]) as (volume,):
             yield volume
         if volume.owner or volume.from_snapshot:
-            # The collector skips locked volumes; and this may have been the last user of a hidden snapshot.
+            # The collector skips locked volumes, and this volume may have been the last user of a hidden snapshot.
             await self._collector.collect()
 
 
 def _check_size(size_mb: int) -> None:
     if not _MIN_MB <= size_mb <= _MAX_MB:
-        raise Invalid(f"a volume of {size_mb} MiB is not possible: ask for {_MIN_MB} to {_MAX_MB} MiB")
+        raise Invalid(f"a volume of {size_mb} MiB is not possible: request {_MIN_MB} to {_MAX_MB} MiB")

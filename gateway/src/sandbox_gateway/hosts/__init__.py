@@ -1,17 +1,17 @@
-"""Kinds of host: each package implements one platform, independent of the engine's operations.
+"""Implement each kind of host in a separate package, independent of the engine's operations.
 
-``base`` is the interface. Where each kind does the same job:
+``base`` defines the interface. This table lists the modules that do each job:
 
     job                               kvm_xfs                               jail_zfs
-    running machines                  running_machines, qemu                runner, running_machines, watcher
+    running machines                  running_machines, qemu                runner, machine_register, watcher
     disks and records                 image, ..directory_records            disks, storage
     capture                           memory.capture (and disk)             storage.snapshots
     network of a sandbox              network                               network
-    volumes                           volumes                               volumes, jail.volume_mounts
+    volumes                           volumes                               volumes, jail.mounts
     root file system of a template    template                              jail.rootfs
-    lock of the host's state          ownership                             storage.ownership
+    lock of the host's state          ownership                             storage.host_lock
     scan at start-up                  host                                  recovery
 
-Shared: ``rootfs_common`` and ``guest_digest`` for templates, ``addresses``, and ``connect``, which opens connections to
-agents also for the engine and the API.
+Both kinds share ``rootfs_common`` and ``guest_digest`` (templates), ``addresses`` (network policies), and ``connect``,
+which the engine and the API also use to open connections to agents.
 """

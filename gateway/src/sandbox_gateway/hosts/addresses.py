@@ -1,4 +1,4 @@
-"""Network policies and name servers, for all kinds of host."""
+"""Translate network policies into rules, and find name servers, for all kinds of host."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ from sandbox_gateway.config import Network
 from sandbox_gateway.errors import Invalid
 from sandbox_gateway.records import NetworkPolicy
 
-METADATA = (
+METADATA_NETWORKS = (
     "169.254.0.0/16",  # Link-local: most clouds, and AWS's container credentials.
     "100.100.100.200/32",  # Alibaba Cloud.
     "168.63.129.16/32",  # Azure: WireServer.
     "192.0.0.192/32",  # Oracle Cloud.
 )
-"""Addresses at which clouds serve a machine's credentials.
+"""Networks of the addresses at which clouds serve a machine's credentials.
 
-Blocked, except for an `allow_out` entry within one of them.
+They are blocked, except for an `allow_out` entry that lies within one of them.
 """
 
 AGENT_PORT, CODE_PORT = 49983, 49999
@@ -30,7 +30,7 @@ AGENT_PORT, CODE_PORT = 49983, 49999
 
 @dataclass(frozen=True)
 class EgressRule:
-    """A rule that says whether packets from a sandbox to ``networks`` pass. The first rule that matches decides."""
+    """Allow or deny packets from a sandbox to ``networks``. The first matching rule decides."""
 
     allow: bool
     networks: tuple[ipaddress.IPv4Network, ...]
@@ -41,26 +41,26 @@ class EgressRule:
 def egress_rules(policy: NetworkPolicy, dns: Sequence[str]) -> list[EgressRule]:
     """Translate ``policy`` into rules for addresses outside the host. Raises Invalid for an invalid address.
 
-    ``dns``: name servers. If the policy allows them, port 53 is open even on those at a metadata address.
+    ``dns``: addresses of the name servers. Port 53 of an allowed name server is open even at a metadata address.
     """
-    metadata = [ipaddress.IPv4Network(text) for text in METADATA]
-    allowed = _parse("allow_out", policy.allow_out)
-    denied = _parse("deny_out", policy.deny_out)
-    to_metadata = [network for network in allowed if _is_within(network, metadata)]
-    wide = [network for network in allowed if not _is_within(network, metadata)]
+    metadata = [ipaddress.IPv4Network(text) for text in METADATA_NETWORKS]
+    allowed_networks = _parse("allow_out", policy.allow_out)
+    denied_networks = _parse("deny_out", policy.deny_out)
+    allowed_metadata = [network for network in allowed_networks if _is_within(network, metadata)]
+    other_allowed = [network for network in allowed_networks if not _is_within(network, metadata)]
     servers = [
         server
         for server in map(ipaddress.IPv4Network, dns)
         if _is_within(server, metadata)
-        and (_is_within(server, wide) or (policy.allow_internet and not _is_within(server, denied)))
+        and (_is_within(server, other_allowed) or (policy.allow_internet and not _is_within(server, denied_networks)))
     ]
     everywhere = [ipaddress.IPv4Network("0.0.0.0/0")]
     rules = [
-        _rule(True, to_metadata),
+        _rule(True, allowed_metadata),
         _rule(True, servers, dns_only=True),
         _rule(False, metadata),
-        _rule(True, wide),
-        _rule(False, denied),
+        _rule(True, other_allowed),
+        _rule(False, denied_networks),
         _rule(policy.allow_internet, everywhere),
     ]
     return [rule for rule in rules if rule.networks]
@@ -75,19 +75,20 @@ def _is_within(network: ipaddress.IPv4Network, ranges: Iterable[ipaddress.IPv4Ne
 
 
 def _parse(field: str, texts: Iterable[str]) -> list[ipaddress.IPv4Network]:
-    found = []
+    networks = []
     for text in texts:
         try:
-            found.append(ipaddress.IPv4Network(text.strip(), strict=False))
+            networks.append(ipaddress.IPv4Network(text.strip(), strict=False))
         except ValueError:
             raise Invalid(
-                f"{field}: {text!r} is not an IPv4 address or CIDR (sandboxes have no IPv6, and names are not resolved)"
+                f"{field}: {text!r} is not an IPv4 address or CIDR. Pass one: sandboxes have no IPv6, and host names "
+                "are not resolved"
             ) from None
-    return found
+    return networks
 
 
 def name_servers(network: Network) -> list[str]:
-    """Return IPv4 name servers for sandboxes: the configured ones, or else the host's without loopback addresses."""
+    """Return the IPv4 name servers for sandboxes: those of the configuration, or else the host's, without loopback."""
     if network.dns:
         return _ipv4(network.dns)
     for file in (Path("/etc/resolv.conf"), Path("/run/systemd/resolve/resolv.conf")):

@@ -1,7 +1,8 @@
-"""The interface between the engine and a host.
+"""Define the interface between the engine and a host.
 
 There are two primitives, ``capture`` and ``fork``; the other methods save, find and remove objects. A host manages
-machines (by ``Sandbox.instance``) and snapshots (by id); the engine manages names, ordering, locks, undo and policy.
+machines (keyed by ``Sandbox.instance``) and snapshots (keyed by id). The engine manages names, ordering, locks, undo
+and policy.
 """
 
 from __future__ import annotations
@@ -20,16 +21,16 @@ Log = Callable[[str], None]
 
 @dataclass(frozen=True)
 class Abilities:
-    """The abilities of a kind of host. Tests and operations check these, never the kind's name."""
+    """The abilities of a kind of host. Tests and operations check these instead of the name of the kind."""
 
     memory: bool
-    """Snapshots can include memory; otherwise ``memory: auto`` means none."""
+    """Snapshots can include memory. If they cannot, ``memory: auto`` captures no memory."""
     resize_on_fork: bool
-    """A fork with memory may have different cpus, memory and disk than its snapshot."""
+    """A fork with memory may differ from its snapshot in CPUs, memory size and disk size."""
     independent_snapshots: bool
-    """A snapshot can be removed while sandboxes depend on it; otherwise a rolled-back sandbox keeps its snapshot."""
+    """Snapshots can be removed while sandboxes depend on them. Otherwise a rolled-back sandbox keeps its snapshot."""
     atomic_capture: bool = False
-    """A disk capture of a running machine is of one instant: the file system need not be frozen for it."""
+    """A disk capture of a running machine is a point-in-time copy, without freezing the file system."""
     atomic_append: bool = False
     """Appends by several sandboxes to a file of a volume are atomic, and file locks work across sandboxes."""
 
@@ -40,14 +41,14 @@ class Endpoint:
 
     address: str
     line: socket.socket | None = None
-    """A connection to the machine's agent without the network, if the agent listens on it; the host closes it."""
+    """A connection to the machine's agent that bypasses the network, if the agent listens on it. The host closes it."""
     key: str = ""
-    """Key by which the agent recognises the gateway, if the host's address is not sufficient."""
+    """The key that authenticates the gateway to the agent, if the gateway's address is not sufficient."""
 
 
 @dataclass(frozen=True)
 class Usage:
-    """The resources that an instance uses, in bytes: unshared blocks, and memory with its share of shared pages."""
+    """The bytes that an instance uses: unshared disk blocks, and memory including its share of shared pages."""
 
     disk_bytes: int
     memory_bytes: int
@@ -55,13 +56,13 @@ class Usage:
 
 @dataclass(frozen=True)
 class GuestMount:
-    """A mount that the machine's agent must make, because the host cannot make it from outside."""
+    """A mount that the machine's agent must perform, because the host cannot perform it from outside."""
 
     path: str
     source: str
     type: str
     options: str
-    """Options for mount(2), separated by commas, without the flags."""
+    """Comma-separated options for mount(2), without the flags."""
     read_only: bool
 
 
@@ -71,32 +72,32 @@ class VolumeState:
 
     used_bytes: int
     stuck: list[str] = field(default_factory=list)
-    """A sentence for each failing unmount. Failing unmounts are retried in the background."""
+    """One sentence per failing unmount. The host retries failing unmounts in the background."""
 
 
 @dataclass
 class Scan:
-    """The objects found at start-up."""
+    """The objects that a host found at start-up."""
 
     snapshots: list[Snapshot] = field(default_factory=list)
     sandboxes: list[Sandbox] = field(default_factory=list)
     volumes: list[Volume] = field(default_factory=list)
     volume_snapshots: list[VolumeSnapshot] = field(default_factory=list)
     unreadable_sandboxes: list[str] = field(default_factory=list)
-    """Paths of the sandboxes whose records cannot be read."""
+    """Paths of the sandboxes whose records could not be read."""
     alive: set[str] = field(default_factory=set)
-    """Instances whose machines still run and were adopted."""
+    """Instances whose machines still ran and were adopted."""
     repaired: list[str] = field(default_factory=list)
-    """A sentence for each object that was swept, quarantined or repaired."""
+    """One sentence per object that was swept, quarantined or repaired."""
 
 
 class Host(Protocol):
     kind: str
     abilities: Abilities
     boot_seconds: float
-    """How long a booting machine may take to answer."""
+    """Maximum seconds until the agent of a booted machine answers."""
     resume_seconds: float
-    """How long a machine restored from memory may take to answer."""
+    """Maximum seconds until the agent of a machine restored from memory answers."""
 
     async def open(self) -> None:
         """Check the host and lock it for this gateway. Raises GatewayError with a remedy for each missing part."""
@@ -108,42 +109,42 @@ class Host(Protocol):
         """Remove uncommitted objects, then return all existing objects and running machines."""
 
     def guest_digest(self) -> str:
-        """Return `guest_digest.digest_guest` for templates of this host. It may read files."""
+        """Return `guest_digest.digest_guest` for templates of this host. This may read files."""
 
     async def build_base(self, base: Snapshot, recipe: Recipe, log: Log) -> Snapshot:
-        """Create a file system from ``recipe`` and commit it as the (memoryless) snapshot ``base``."""
+        """Create a file system from ``recipe`` and commit it as the snapshot ``base``, which has no memory."""
 
     async def fork(self, snapshot: Snapshot, sandbox: Sandbox, *, with_memory: bool) -> None:
-        """Start ``sandbox.instance`` from ``snapshot``; fills ``sandbox.host``. The sandbox is not committed until
-        ``save``.
+        """Start ``sandbox.instance`` from ``snapshot`` and set ``sandbox.host``. ``save`` then commits the sandbox.
 
-        With memory it resumes exactly where it was captured; without, it boots from the disk. Cleans up on failure.
+        With memory, the machine resumes at the point of the capture; without, it boots from the disk. Cleans up on
+        failure.
         """
 
     async def boot(self, sandbox: Sandbox) -> None:
-        """Boot the stopped instance from its own disk."""
+        """Boot the stopped instance from its disk."""
 
     async def capture(
         self, sandbox: Sandbox, snapshot: Snapshot, *, memory: bool, volumes: Sequence[VolumeSnapshot] = ()
     ) -> Snapshot:
         """Capture the running instance as ``snapshot`` and commit it. Returns the record with measurements.
 
-        The machine keeps running in every case. On failure nothing of the snapshot remains. Disk, memory and
-        ``volumes`` are captured at one instant. Snapshots of volumes are committed before the snapshot, whose record
-        names them; the next scan sweeps those whose snapshot was never committed.
+        Disk, memory and ``volumes`` are captured at the same instant. The machine keeps running, even on failure; in
+        that case all parts of the snapshot are removed. The snapshots of volumes are committed before the snapshot
+        that they belong to. If that snapshot is never committed, the next scan sweeps them.
         """
 
     async def save(self, sandbox: Sandbox) -> None:
-        """Commit the sandbox's record. From then on the sandbox exists, with the instance that the record names."""
+        """Commit the sandbox's record. The sandbox then exists, with the instance that the record contains."""
 
     async def save_snapshot(self, snapshot: Snapshot) -> None:
-        """Replace a committed snapshot's record (a name, ``doomed``, …)."""
+        """Replace a committed snapshot's record, for example to change its name or ``doomed``."""
 
     async def stop(self, sandbox: Sandbox) -> None:
-        """End the instance's machine and release its network. The disk remains."""
+        """Stop the instance's machine and release its network. The disk remains."""
 
     async def discard(self, sandbox: Sandbox) -> None:
-        """End the machine of ``sandbox.instance`` and remove its files. The sandbox's record remains."""
+        """Stop the machine of ``sandbox.instance`` and remove its files. The sandbox's record remains."""
 
     async def remove(self, sandbox: Sandbox) -> None:
         """Remove the sandbox's record first, then its machine and disk."""
@@ -154,13 +155,13 @@ class Host(Protocol):
     async def remove_snapshot(self, snapshot: Snapshot) -> None:
         """Remove a snapshot, atomically."""
 
-    # -- volumes: `Sandbox.mounts` lists a sandbox's mounts; `fork` and `start` mount them, `discard` and `stop` unmount
+    # -- volumes: `Sandbox.mounts` lists a sandbox's mounts; `fork` and `boot` mount them, `discard` and `stop` unmount
 
     async def create_volume(self, volume: Volume, source: VolumeSnapshot | None = None) -> None:
-        """Create a volume, empty or from ``source`` (which may be smaller), and commit it; fills ``volume.host``."""
+        """Create a volume, empty or from ``source`` (which may be smaller), commit it, and set ``volume.host``."""
 
     async def grow_volume(self, volume: Volume, size_mb: int) -> None:
-        """Grow a volume to ``size_mb``, even while it is mounted, and commit that; fills ``volume.size_mb``."""
+        """Grow a volume to ``size_mb`` MiB, even while it is mounted, commit the change, and set ``volume.size_mb``."""
 
     async def remove_volume(self, volume: Volume) -> None:
         """Remove a volume that no sandbox mounts, and its snapshots, atomically."""
@@ -169,43 +170,47 @@ class Host(Protocol):
         """Return a volume's used bytes and its failing unmounts."""
 
     async def capture_volume(self, volume: Volume, snapshot: VolumeSnapshot) -> None:
-        """Snapshot a volume at one instant, and commit the snapshot. Sandboxes that mount it keep running."""
+        """Take and commit a point-in-time snapshot of a volume. Sandboxes that mount the volume keep running."""
 
     async def remove_volume_snapshot(self, snapshot: VolumeSnapshot) -> None:
-        """Remove a snapshot of a volume. Raises UsedOutside if a user that the engine does not know needs it."""
+        """Remove a snapshot of a volume.
+
+        Raises InUseExternally if something that the engine does not manage depends on it.
+        """
 
     async def rollback_volume(self, volume: Volume, snapshot: VolumeSnapshot) -> None:
-        """Replace the volume's content with the snapshot's, atomically. Sandboxes that mount the volume see the change.
+        """Atomically replace the contents of the volume with those of the snapshot. The volume keeps its current size.
 
-        The volume keeps its current size.
+        Sandboxes that mount the volume see the change.
         """
 
     async def attach(self, sandbox: Sandbox, mount: Mount) -> None:
         """Give the running instance access to a volume. Raises Invalid for a path that cannot be a mount point.
 
-        The agent then mounts the result of ``guest_mounts``.
+        The agent then performs the mounts that ``guest_mounts`` returns.
         """
 
     async def detach(self, sandbox: Sandbox, mount: Mount) -> None:
-        """Unmount a volume, even if the instance uses it. ``sandbox.mounts`` no longer contains it."""
+        """Unmount a volume that ``sandbox.mounts`` no longer contains, even if the instance is using it."""
 
     def guest_mounts(self, sandbox: Sandbox) -> list[GuestMount]:
-        """Return the mounts that the agent of the running instance must make for ``sandbox.mounts``, in order."""
+        """Return the mounts that the agent of the running instance must perform for ``sandbox.mounts``, in order."""
 
     async def has_diverged(self, sandbox: Sandbox, head: Snapshot) -> bool:
-        """Return whether the instance's file system (as written to its disk) has changed since ``head``.
+        """Return whether the instance's disk has changed since ``head``.
 
+        Data that the guest has not written to its disk yet does not count.
         Raises GatewayError if the instance does not exist.
         """
 
     async def usage(self, sandbox: Sandbox) -> Usage:
-        """Return the instance's usage. Raises GatewayError if it does not exist."""
+        """Return the resource usage of the instance. Raises GatewayError if the instance does not exist."""
 
     async def console(self, sandbox: Sandbox) -> str:
-        """Return the tail of the running instance's console."""
+        """Return the tail of the running instance's console output."""
 
     def end_reason(self, sandbox: Sandbox) -> str:
-        """Return why the instance's machine is not running, as part of a sentence; "" while it runs."""
+        """Return why the instance's machine is not running, as part of a sentence, or "" while it runs."""
 
     async def apply_network(self, sandbox: Sandbox, policy: NetworkPolicy) -> None:
         """Apply ``policy`` to the running instance."""
@@ -217,4 +222,4 @@ class Host(Protocol):
         """Return the endpoint of the running instance."""
 
     def on_exit(self, callback: Callable[[str], None]) -> None:
-        """Set ``callback(instance)``, which is called when a machine ends by itself."""
+        """Set ``callback``, which is called with the instance of each machine that stops unexpectedly."""

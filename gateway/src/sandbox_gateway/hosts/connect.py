@@ -14,37 +14,39 @@ from collections.abc import Callable
 from typing import TypeVar
 
 MARK = 0x1078
-"""Mark of the gateway's packets. It shares no bit with the marks of Kubernetes, Calico, Cilium and Tailscale."""
+"""The firewall mark of the gateway's packets. It shares no bits with the marks of Kubernetes, Calico, Cilium and
+Tailscale.
+"""
 
 _SO_MARK = getattr(socket, "SO_MARK", None)
-"""The socket option SO_MARK; Linux only."""
+"""The socket option SO_MARK, or None on systems other than Linux."""
 
 _Protocol = TypeVar("_Protocol", bound=asyncio.BaseProtocol)
 
 
 async def connect(address: str, port: int) -> socket.socket:
-    """Return a connected, non-blocking socket. ``address``: a numeric IPv4 address. Raises OSError."""
-    made = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
+    """Return a connected, non-blocking socket. ``address`` is a numeric IPv4 address. Raises OSError."""
+    connection = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
     try:
-        made.setblocking(False)
+        connection.setblocking(False)
         if _SO_MARK is not None:
-            # A gateway without the capability has no firewall either.
+            # A gateway that lacks the capability cannot have set up the firewall either.
             with contextlib.suppress(PermissionError):
-                made.setsockopt(socket.SOL_SOCKET, _SO_MARK, MARK)
-        await asyncio.get_running_loop().sock_connect(made, (address, port))
+                connection.setsockopt(socket.SOL_SOCKET, _SO_MARK, MARK)
+        await asyncio.get_running_loop().sock_connect(connection, (address, port))
     except BaseException:
-        made.close()
+        connection.close()
         raise
-    return made
+    return connection
 
 
 async def open_connection(address: str, port: int) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
-    """Open a connection like asyncio.open_connection."""
+    """Open a connection and return its streams, like asyncio.open_connection."""
     return await asyncio.open_connection(sock=await connect(address, port))
 
 
 async def create_connection(
     protocol: Callable[[], _Protocol], address: str, port: int
 ) -> tuple[asyncio.Transport, _Protocol]:
-    """Open a connection like loop.create_connection."""
+    """Open a connection for a protocol, like loop.create_connection."""
     return await asyncio.get_running_loop().create_connection(protocol, sock=await connect(address, port))

@@ -1,7 +1,7 @@
-"""Store records in the directories that they describe: commit with one rename, sweep and quarantine.
+"""Store each object's record in the object's directory.
 
-An object is created in `.partial-<name>` and renamed into place, which commits it: after a crash it is either complete
-or a partial directory, which the next ``sweep`` removes.
+An object is created in `.partial-<name>`. Renaming that directory into place commits the object. After a crash, the
+object is either complete or a partial directory, which the next ``sweep`` removes.
 """
 
 from __future__ import annotations
@@ -44,23 +44,23 @@ def read_record(directory: Path, kind: type[Record]) -> Record:
 def write_record(directory: Path, record: BaseModel, *, durable: bool = True) -> None:
     """Write the record of a directory atomically: after a crash, either the old or the new record exists.
 
-    Not ``durable``: only after a crash of this process, not of the host.
+    If not ``durable``, this holds only for a crash of this process, not of the host.
     """
     text = json.dumps(record.model_dump(mode="json"), indent=1)
-    fresh = directory / f"{PARTIAL}{MANIFEST}"
-    with fresh.open("w") as file:
+    temporary = directory / f"{PARTIAL}{MANIFEST}"
+    with temporary.open("w") as file:
         os.fchmod(file.fileno(), 0o600)
         file.write(text)
         file.flush()
         if durable:
             os.fsync(file.fileno())
-    fresh.rename(directory / MANIFEST)
+    temporary.rename(directory / MANIFEST)
     if durable:
         sync_directory(directory)
 
 
 def unlink_record(directory: Path) -> None:
-    """Remove the record of the object in ``directory``, which then no longer exists. Its files may be removed later."""
+    """Remove the record in ``directory``, so that its object no longer exists. The files may be removed later."""
     with contextlib.suppress(FileNotFoundError):
         (directory / MANIFEST).unlink()
         sync_directory(directory)
@@ -76,7 +76,7 @@ def partial_of(final: Path) -> Path:
 
 
 def commit(final: Path, *, durable: bool = True) -> None:
-    """Rename the partial directory of ``final`` into place; ``durable`` as for ``write_record``."""
+    """Rename the partial directory of ``final`` into place. ``durable`` is as for ``write_record``."""
     partial = partial_of(final)
     if durable:
         sync_directory(partial)
@@ -86,16 +86,16 @@ def commit(final: Path, *, durable: bool = True) -> None:
 
 
 def undo(final: Path) -> None:
-    """Remove ``final``, committed or not."""
+    """Remove ``final``, whether it is committed or not."""
     partial = partial_of(final)
     if partial.exists():
         shutil.rmtree(partial, ignore_errors=True)
-    else:  # A step after the rename failed.
+    else:  # The rename succeeded, but a later step failed.
         remove_durably(final)
 
 
 def remove(directory: Path) -> None:
-    """Remove a directory if it exists. After a crash in between, the next sweep recognises the rest by its name."""
+    """Remove a directory if it exists. If the process crashes meanwhile, the next sweep removes the rest."""
     if not directory.exists():
         return
     doomed = partial_of(directory) if not directory.name.startswith(PARTIAL) else directory
@@ -105,7 +105,7 @@ def remove(directory: Path) -> None:
 
 
 def remove_durably(directory: Path) -> None:
-    """Remove a directory if it exists, durably, with one rename. Its files may remain until a sweep."""
+    """Remove a directory if it exists, durably, with one rename. Its files may remain until the next sweep."""
     doomed = partial_of(directory)
     try:
         directory.rename(doomed)
@@ -116,15 +116,15 @@ def remove_durably(directory: Path) -> None:
 
 
 def sweep(parent: Path) -> list[str]:
-    """Remove uncommitted entries of ``parent`` and of its directories, and return their names."""
-    swept = []
+    """Remove uncommitted entries in ``parent`` and its subdirectories, and return their names."""
+    names = []
     for entry in [*parent.glob(f"{PARTIAL}*"), *parent.glob(f"*/{PARTIAL}*")]:
         if entry.is_dir():
             shutil.rmtree(entry)
         else:
             entry.unlink(missing_ok=True)
-        swept.append(entry.name)
-    return swept
+        names.append(entry.name)
+    return names
 
 
 def directories(parent: Path) -> list[Path]:
@@ -141,7 +141,7 @@ def sync_directory(directory: Path) -> None:
 
 
 def sync_files(paths: Sequence[Path]) -> None:
-    """Sync files at the same time: their file system writes its log once for several of them."""
+    """Sync files concurrently, so that the file system can write its log once for several files."""
     with ThreadPoolExecutor(max_workers=max(1, len(paths))) as pool:
         list(pool.map(sync_file, paths))
 
@@ -152,22 +152,23 @@ def sync_file(path: Path) -> None:
 
 
 class Quarantine:
-    """The place for damaged objects, below the state root ``root``."""
+    """A directory for damaged objects, below the state root ``root``."""
 
     def __init__(self, root: Path) -> None:
-        self._place = root / _DAMAGED
+        self._directory = root / _DAMAGED
 
     def move(self, path: Path) -> Path:
-        """Move a damaged file or directory away. Returns its new path, which contains the time."""
-        self._place.mkdir(mode=0o700, exist_ok=True)
-        target = self._place / f"{path.parent.name}-{path.name}-{now():%Y%m%dT%H%M%S%f}"
+        """Move a damaged file or directory to the quarantine. Returns its new path, which contains the time."""
+        self._directory.mkdir(mode=0o700, exist_ok=True)
+        target = self._directory / f"{path.parent.name}-{path.name}-{now():%Y%m%dT%H%M%S%f}"
         path.rename(target)
         return target
 
     @contextlib.contextmanager
-    def guarding(self, directory: Path, repaired: list[str]) -> Iterator[None]:
-        """Move ``directory`` away if this context raises ValueError, because it is damaged, and report that in
-        ``repaired``.
+    def quarantine_if_damaged(self, directory: Path, repaired: list[str]) -> Iterator[None]:
+        """Move ``directory`` to the quarantine if this context raises ValueError, which means that it is damaged.
+
+        Adds a sentence about this to ``repaired``.
         """
         try:
             yield
@@ -176,22 +177,22 @@ class Quarantine:
                 directory.rmdir()
                 repaired.append(f"removed the empty directory {directory.name}")
                 return
-            kept = self.move(directory)
-            repaired.append(f"{directory.name} is damaged ({error}): moved to {kept}")
-            log.warning("quarantined", path=str(directory), to=str(kept), reason=str(error))
+            target = self.move(directory)
+            repaired.append(f"{directory.name} is damaged ({error}): moved to {target}")
+            log.warning("quarantined", path=str(directory), to=str(target), reason=str(error))
 
     def list_from(self, parent: Path) -> list[str]:
-        """Return the paths of the objects that were moved away from ``parent``."""
-        return [str(path) for path in sorted(self._place.glob(f"{parent.name}-*"))]
+        """Return the paths of the quarantined objects that came from ``parent``."""
+        return [str(path) for path in sorted(self._directory.glob(f"{parent.name}-*"))]
 
-    def has(self, id: str) -> bool:
-        """Return whether the object ``id`` was moved away."""
-        return any(self._place.glob(f"*-{id}-*"))
+    def contains(self, id: str) -> bool:
+        """Return whether the object ``id`` is in quarantine."""
+        return any(self._directory.glob(f"*-{id}-*"))
 
 
 @contextlib.contextmanager
 def explaining_os_errors() -> Iterator[None]:
-    """Convert an OSError in this context to NoSpace or BackendFailed, with a message for the caller."""
+    """Convert an OSError raised in this context to NoSpace or BackendFailed, with a message for the user."""
     try:
         yield
     except OSError as error:

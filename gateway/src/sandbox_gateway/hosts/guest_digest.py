@@ -1,4 +1,4 @@
-"""Compute a digest of everything that determines a template, except its recipe."""
+"""Compute a digest of everything but the recipe that determines the contents of a template."""
 
 from __future__ import annotations
 
@@ -11,29 +11,29 @@ import sandbox_agent
 from sandbox_gateway.hosts import rootfs_common
 
 _IGNORED = ("__pycache__", "README.md", "ruff.toml")
-"""Files that do not affect templates, and that some installations lack."""
+"""Files that do not affect templates. Some installations lack them."""
 
 
 def digest_guest(builder: Traversable, *texts: str) -> str:
-    """Digest the agent, the shared builder, the host's own ``builder`` (a file or a directory) and ``texts``.
+    """Return a digest of the agent, the shared builder, the host's ``builder`` (a file or directory) and ``texts``.
 
-    It depends only on names and contents, so it is the same on every machine and Python version.
+    The digest depends only on names and contents, so it is the same on every machine and Python version.
     """
     digest = hashlib.sha256()
-    shared = resources.files(rootfs_common.__package__) / "rootfs_common.py"
-    for place in (resources.files(sandbox_agent), shared, builder):
-        for name, content in _files(place):
+    common = resources.files(rootfs_common.__package__) / "rootfs_common.py"
+    for root in (resources.files(sandbox_agent), common, builder):
+        for name, content in _list_files(root):
             digest.update(f"{name}\0{hashlib.sha256(content).hexdigest()}\0".encode())
     for text in texts:
         digest.update(f"{hashlib.sha256(text.encode()).hexdigest()}\0".encode())
     return digest.hexdigest()
 
 
-def _files(place: Traversable, path: str = "") -> Iterator[tuple[str, bytes]]:
-    """Yield (path below ``place``, content) of each file, in a fixed order."""
-    if place.is_file():
-        yield path or place.name, place.read_bytes()
+def _list_files(root: Traversable, path: str = "") -> Iterator[tuple[str, bytes]]:
+    """Yield the path below ``root`` and the contents of each file, in a fixed order."""
+    if root.is_file():
+        yield path or root.name, root.read_bytes()
         return
-    for entry in sorted(place.iterdir(), key=lambda each: each.name):
+    for entry in sorted(root.iterdir(), key=lambda each: each.name):
         if entry.name not in _IGNORED:
-            yield from _files(entry, f"{path}/{entry.name}")
+            yield from _list_files(entry, f"{path}/{entry.name}")

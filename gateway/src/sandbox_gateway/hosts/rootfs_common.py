@@ -1,7 +1,7 @@
-"""Build a template's root file system: the parts that all kinds of host share.
+"""Build the root file system of a template. This module contains the parts that all kinds of host share.
 
-Files of a foreign tree are read, never executed; paths inside it resolve as in the sandbox, so that a symbolic link to
-`/etc` refers to the sandbox's.
+Files of a foreign tree are read, never executed. Paths in the tree are resolved as in the sandbox: a symbolic link to
+`/etc` leads to the sandbox's `/etc`.
 """
 
 from __future__ import annotations
@@ -32,81 +32,83 @@ class Tree:
     def __init__(self, root: Path) -> None:
         self.root = root
 
-    def real(self, path: str, *, follow: bool = True) -> Path:
-        """Return the path on the host, with symbolic links resolved inside the tree; ``follow``: also a link at the
-        end.
+    def resolve(self, path: str, *, follow: bool = True) -> Path:
+        """Return the path on the host, with symbolic links resolved inside the tree.
+
+        ``follow``: also resolve the last component. Raises Invalid for a loop of symbolic links.
         """
-        waiting = deque(PurePosixPath(path).parts)
-        at = self.root
+        remaining = deque(PurePosixPath(path).parts)
+        current = self.root
         hops = 0
-        while waiting:
-            part = waiting.popleft()
+        while remaining:
+            part = remaining.popleft()
             if part in ("/", "."):
                 continue
             if part == "..":
-                at = at if at == self.root else at.parent
+                current = current if current == self.root else current.parent
                 continue
-            step = at / part
-            if step.is_symlink() and (waiting or follow):
+            entry = current / part
+            if entry.is_symlink() and (remaining or follow):
                 hops += 1
                 if hops > 40:
-                    raise Invalid(f"the root file system has a loop of symbolic links at {path}")
-                target = PurePosixPath(step.readlink())
+                    raise Invalid(f"the root file system has a loop of symbolic links at {path}: remove the loop")
+                target = PurePosixPath(entry.readlink())
                 if target.is_absolute():
-                    at = self.root
-                waiting.extendleft(reversed(target.parts))
+                    current = self.root
+                remaining.extendleft(reversed(target.parts))
                 continue
-            at = step
-        return at
+            current = entry
+        return current
 
     def is_file(self, path: str) -> bool:
-        return self.real(path).is_file()
+        return self.resolve(path).is_file()
 
     def is_dir(self, path: str) -> bool:
-        return self.real(path).is_dir()
+        return self.resolve(path).is_dir()
 
-    def names(self, path: str) -> list[str]:
-        """Return the sorted names in a directory; empty if it is not a directory."""
-        real = self.real(path)
+    def list_directory(self, path: str) -> list[str]:
+        """Return the sorted names of a directory's entries, or an empty list if ``path`` is not a directory."""
+        real = self.resolve(path)
         return sorted(entry.name for entry in real.iterdir()) if real.is_dir() else []
 
     def read(self, path: str) -> str:
-        """Return a file's text; empty if it is not a file. Raises Invalid for a file that is too large."""
-        real = self.real(path)
+        """Return a file's text, or "" if ``path`` is not a file. Raises Invalid for a file that is too large."""
+        real = self.resolve(path)
         if not real.is_file():
             return ""
         with real.open("rb") as file:
             data = file.read(_MAX_FILE_BYTES + 1)
         if len(data) > _MAX_FILE_BYTES:
-            raise Invalid(f"the root file system's {path} has more than {_MAX_FILE_BYTES} bytes: make it smaller")
+            raise Invalid(f"the root file system's {path} is longer than {_MAX_FILE_BYTES} bytes: make it smaller")
         return data.decode(errors="replace")
 
     def mkdir(self, path: str, mode: int = 0o755, owner: int = 0) -> None:
-        real = self.real(path)
-        missing = [place for place in (real, *real.parents) if not place.is_dir()]
-        for place in reversed(missing):
-            place.mkdir()
-            place.chmod(mode if place == real else 0o755)  # Independent of the umask.
-        if missing:
+        real = self.resolve(path)
+        missing_directories = [directory for directory in (real, *real.parents) if not directory.is_dir()]
+        for directory in reversed(missing_directories):
+            directory.mkdir()
+            directory.chmod(mode if directory == real else 0o755)  # Independent of the umask.
+        if missing_directories:
             os.chown(real, owner, owner)
 
     def write(self, path: str, text: str, mode: int = 0o644, owner: int = 0) -> None:
-        """Make ``path`` a regular file, replacing a file, link or directory there. A link's target is not changed."""
-        real = self._fresh(path)
+        """Write a regular file. Replaces a file, link or directory at ``path``, but never changes a link's target."""
+        real = self._clear(path)
         with real.open("x") as file:
             file.write(text)
         os.chown(real, owner, owner)
         real.chmod(mode)
 
     def link(self, path: str, target: str) -> None:
-        self._fresh(path).symlink_to(target)
+        self._clear(path).symlink_to(target)
 
     def remove(self, path: str) -> None:
-        self._fresh(path)
+        self._clear(path)
 
-    def _fresh(self, path: str) -> Path:
+    def _clear(self, path: str) -> Path:
+        """Create the parent of ``path`` and remove the entry at ``path``. Returns the path on the host."""
         self.mkdir(str(PurePosixPath(path).parent))
-        real = self.real(path, follow=False)
+        real = self.resolve(path, follow=False)
         if real.is_dir() and not real.is_symlink():
             shutil.rmtree(real)
         else:
@@ -117,7 +119,7 @@ class Tree:
 def python_minor(tree: Tree, name: str) -> int | None:
     if match := re.fullmatch(r"python3\.(\d+)", name):
         return int(match[1])
-    entries = [*tree.names("/usr/lib"), *tree.names("/usr/lib64")]
+    entries = [*tree.list_directory("/usr/lib"), *tree.list_directory("/usr/lib64")]
     minors = [int(match[1]) for entry in entries if (match := re.fullmatch(r"python3\.(\d+)", entry))]
     return max(minors, default=None)
 
@@ -125,42 +127,43 @@ def python_minor(tree: Tree, name: str) -> int | None:
 def agent_package() -> Path:
     spec = importlib.util.find_spec("sandbox_agent")
     if spec is None or not spec.submodule_search_locations:
-        raise BackendFailed("the package sandbox_agent is not installed with the gateway: install the gateway again")
+        raise BackendFailed("the gateway's package sandbox_agent is missing: reinstall the gateway")
     return Path(next(iter(spec.submodule_search_locations)))
 
 
 def install_agent(tree: Tree, agent: Path) -> None:
-    """Install the agent's modules in `/opt/sandbox_agent`; ``agent`` is the directory of its package."""
+    """Install the agent's modules in `/opt/sandbox_agent`. ``agent`` is the directory of the agent's package."""
     tree.remove("/opt/sandbox_agent")
     for source in sorted(agent.rglob("*")):
         if source.suffix == ".py" and source.is_file():
             tree.write(f"/opt/sandbox_agent/{source.relative_to(agent)}", source.read_text())
 
 
-async def compile_agent_of_foreign(root: Path, log: Log) -> None:
-    """Compile the agent with the gateway's interpreter, of the same version, because no program of a foreign tree may
-    run.
+async def compile_agent_in_foreign_tree(root: Path, log: Log) -> None:
+    """Compile the agent in a foreign tree, whose programs must not run on the host.
+
+    Uses the gateway's interpreter, which must have the same version as the tree's.
     """
     await compile_agent([sys.executable, "-I"], ["-s", str(root), "-p", "/", f"{root}/opt/sandbox_agent"], log)
 
 
 async def compile_agent(python: Sequence[str], arguments: Sequence[str], log: Log) -> None:
-    """Compile the agent to byte code, so that it starts faster. The agent itself writes no byte code."""
+    """Compile the agent to byte code, so that it starts faster. The agent does not write byte code at run time."""
     compileall = ("-m", "compileall", "-q", "--invalidation-mode", "unchecked-hash")
-    done = await run_async([*python, *compileall, *arguments], timeout=120, check=False)
-    if done.returncode != 0:
+    result = await run_async([*python, *compileall, *arguments], timeout=120, check=False)
+    if result.returncode != 0:
         log(
             "the agent could not be byte-compiled and starts more slowly: "
-            f"{(done.stderr or done.stdout).strip()[-300:]}"
+            f"{(result.stderr or result.stdout).strip()[-300:]}"
         )
 
 
 def add_user(tree: Tree) -> None:
-    """Add the unprivileged user `user`, as in E2B's images, unless the tree has an account of that name."""
+    """Add the unprivileged user `user`, as in E2B's images, unless the tree already has an account with that name."""
     accounts = [line.split(":") for file in ("/etc/passwd", "/etc/group") for line in tree.read(file).splitlines()]
     if not any(account[0] == "user" for account in accounts):
-        taken = {account[2] for account in accounts if len(account) > 2}
-        uid = next(number for number in range(1000, 60000) if str(number) not in taken)
+        used_ids = {account[2] for account in accounts if len(account) > 2}
+        uid = next(number for number in range(1000, 60000) if str(number) not in used_ids)
         shell = "/bin/bash" if tree.is_file("/bin/bash") else "/bin/sh"
         _append(tree, "/etc/passwd", f"user:x:{uid}:{uid}::/home/user:{shell}", 0o644)
         _append(tree, "/etc/group", f"user:x:{uid}:", 0o644)
@@ -168,7 +171,7 @@ def add_user(tree: Tree) -> None:
         _append(tree, "/etc/gshadow", "user:!::", 0o640)
         if not tree.is_dir("/home/user"):
             tree.mkdir("/home/user", owner=uid)
-            for name in tree.names("/etc/skel"):
+            for name in tree.list_directory("/etc/skel"):
                 if tree.is_file(f"/etc/skel/{name}"):
                     tree.write(f"/home/user/{name}", tree.read(f"/etc/skel/{name}"), owner=uid)
     if tree.is_file("/usr/bin/sudo"):
@@ -176,26 +179,26 @@ def add_user(tree: Tree) -> None:
 
 
 def _append(tree: Tree, path: str, line: str, mode: int) -> None:
-    real = tree.real(path)
+    real = tree.resolve(path)
     if path.endswith("shadow") and not real.is_file():
         return
     old = tree.read(path)
     group = real.stat().st_gid if real.is_file() else 0
     tree.write(path, f"{old}{'' if not old or old.endswith(chr(10)) else chr(10)}{line}\n", mode)
-    os.chown(tree.real(path), 0, group)
+    os.chown(tree.resolve(path), 0, group)
 
 
-def as_gateway_error(error: OSError, doing: str) -> Exception:
+def to_gateway_error(error: OSError, action: str) -> Exception:
     if error.errno == 28:
         return NoSpace(
-            f"{doing} failed, because the host's disk is full ({error.filename}): free some space, and build "
+            f"{action} failed because the host's disk is full ({error.filename}): free some space and build "
             "the template again"
         )
-    return BackendFailed(f"{doing}: {error}")
+    return BackendFailed(f"{action} failed: {error}")
 
 
 async def remove_tree(path: Path) -> None:
-    # Shield the removal, so that a cancelled build waits for it.
+    # Shield the removal, so that even a cancelled build waits for it.
     removal = asyncio.ensure_future(asyncio.to_thread(shutil.rmtree, path, ignore_errors=True))
     try:
         await asyncio.shield(removal)
@@ -204,7 +207,7 @@ async def remove_tree(path: Path) -> None:
         raise
 
 
-def kind_of(path: Path) -> str:
+def file_kind(path: Path) -> str:
     return "directory" if path.is_dir() else "file" if path.is_file() else ""
 
 
@@ -216,7 +219,7 @@ async def stream(
     env: dict[str, str] | None = None,
     timeout: float = STEP_SECONDS,
 ) -> None:
-    """Run ``argv`` and pass its output lines to ``log`` as they arrive. No process remains."""
+    """Run ``argv`` and pass its output lines to ``log`` as they arrive. On return, all its processes have ended."""
     try:
         process = await asyncio.create_subprocess_exec(
             *argv,
@@ -234,13 +237,15 @@ async def stream(
     try:
         async with asyncio.timeout(timeout):
             assert process.stdout is not None
-            async for line in _lines(process.stdout):
+            async for line in _read_lines(process.stdout):
                 tail.append(line)
                 if keep(line):
                     log(line)
             await process.wait()
     except TimeoutError:
-        raise BackendFailed(f"{argv[0]} did not end within {timeout:g} s and was stopped") from None
+        raise BackendFailed(
+            f"{argv[0]} did not end within {timeout:g} s and was stopped: build the template again"
+        ) from None
     finally:
         if process.returncode is None:
             with contextlib.suppress(ProcessLookupError):
@@ -250,11 +255,11 @@ async def stream(
         raise _failure(argv, process.returncode, list(tail))
 
 
-async def _lines(stream: asyncio.StreamReader) -> AsyncIterator[str]:
+async def _read_lines(stream: asyncio.StreamReader) -> AsyncIterator[str]:
     rest = b""
     while chunk := await stream.read(65536):
-        *whole, rest = re.split(rb"[\r\n]", rest + chunk)
-        for line in whole:
+        *lines, rest = re.split(rb"[\r\n]", rest + chunk)
+        for line in lines:
             if line.strip():
                 yield line.decode(errors="replace").rstrip()
         rest = rest[-65536:]
@@ -265,7 +270,7 @@ async def _lines(stream: asyncio.StreamReader) -> AsyncIterator[str]:
 def _failure(argv: Sequence[str], code: int, tail: list[str]) -> Exception:
     if any("No space left on device" in line for line in tail):
         return NoSpace(
-            f"{argv[0]} failed, because the host's disk is full: free some space, and build the template again"
+            f"{argv[0]} failed because the host's disk is full: free some space and build the template again"
         )
     errors = [line for line in tail if line.startswith("E: ")] or tail[-5:]
     program = "mmdebstrap" if "mmdebstrap" in argv else argv[0]

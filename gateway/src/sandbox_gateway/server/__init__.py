@@ -1,1 +1,1 @@
-"""`sandbox-gateway`, the daemon: its command, its start and stop, its listeners."""
+"""The daemon `sandbox-gateway`: its commands, its startup and shutdown, and its listeners."""

@@ -20,68 +20,71 @@ _HEAD = """# Configuration
 """
 
 
-def page(config: type[BaseModel]) -> str:
+def render_page(config: type[BaseModel]) -> str:
     fields = config.model_fields
-    plain = {name: field for name, field in fields.items() if not _section(field)}
+    top_level = {name: field for name, field in fields.items() if not _section_model(field)}
     parts = [_HEAD]
-    if plain:
-        parts.append(f"## Top level\n\n{_table(plain)}")
+    if top_level:
+        parts.append(f"## Top level\n\n{_render_table(top_level)}")
     for field in fields.values():
-        if section := _section(field):
-            parts.append(f"## {(section.__doc__ or section.__name__).strip()}\n\n{_table(section.model_fields)}")
+        if section := _section_model(field):
+            parts.append(f"## {(section.__doc__ or section.__name__).strip()}\n\n{_render_table(section.model_fields)}")
     return "\n".join(parts)
 
 
-def _section(field: FieldInfo) -> type[BaseModel] | None:
+def _section_model(field: FieldInfo) -> type[BaseModel] | None:
     kind = field.annotation
     return kind if isinstance(kind, type) and issubclass(kind, BaseModel) else None
 
 
-def _table(fields: dict[str, FieldInfo]) -> str:
-    rows = [f"| `{name}` | {_type(field)} | {_default(field)} | {_cell(field)} |" for name, field in fields.items()]
+def _render_table(fields: dict[str, FieldInfo]) -> str:
+    rows = [
+        f"| `{name}` | {_format_type(field)} | {_format_default(field)} | {_format_description(field)} |"
+        for name, field in fields.items()
+    ]
     return "\n".join(["| key | type | default | meaning |", "|---|---|---|---|", *rows, ""])
 
 
-def _cell(field: FieldInfo) -> str:
+def _format_description(field: FieldInfo) -> str:
     return (field.description or "").replace("|", "\\|")
 
 
-def _default(field: FieldInfo) -> str:
+def _format_default(field: FieldInfo) -> str:
     value = field.get_default(call_default_factory=True)
     if value is None:
         return "none"
     if value is PydanticUndefined:
         return "required"
-    return f"`{json.dumps(value, default=_plain)}`"
+    return f"`{json.dumps(value, default=_to_plain_value)}`"
 
 
-def _plain(value: object) -> Any:
+def _to_plain_value(value: object) -> Any:
     return value.value if isinstance(value, Enum) else str(value)
 
 
-def _type(field: FieldInfo) -> str:
-    limits = _limits(field)
-    return f"{_type_name(field.annotation)}{f', {limits}' if limits else ''}"
+def _format_type(field: FieldInfo) -> str:
+    limits = _format_limits(field)
+    return f"{_format_type_name(field.annotation)}{f', {limits}' if limits else ''}"
 
 
-def _limits(field: FieldInfo) -> str:
+def _format_limits(field: FieldInfo) -> str:
     signs = {"ge": "≥", "gt": ">", "le": "≤", "lt": "<"}
-    found = [
+    bounds = [
         f"{sign} {getattr(limit, word):g}"
         for word, sign in signs.items()
         for limit in field.metadata
         if hasattr(limit, word)
     ]
-    return ", ".join(found)
+    return ", ".join(bounds)
 
 
-def _type_name(kind: Any) -> str:
+def _format_type_name(kind: Any) -> str:
     origin, args = get_origin(kind), get_args(kind)
     if origin is Literal:
         return " or ".join(f"`{json.dumps(arg)}`" for arg in args)
     if origin in (Union, types.UnionType):
-        return " or ".join(_type_name(arg) for arg in args if arg is not type(None))
+        return " or ".join(_format_type_name(arg) for arg in args if arg is not type(None))
     if origin is list:
-        return f"list of {_type_name(args[0])}s"
+        return f"list of {_format_type_name(args[0])}s"
     names = {str: "string", Path: "path", bool: "boolean", int: "integer", float: "number"}
     return names.get(kind, str(kind))

@@ -1,4 +1,4 @@
-"""Limit TCP connections: their number, the time for a request, and the time to read an answer.
+"""Limit TCP connections: their number, the time for a request, and the time to read a response.
 
 Connecting needs no key, so a connection's resources are limited before the client is identified. Some descriptors are
 always reserved for the unix socket, whose users are administrators.
@@ -19,7 +19,7 @@ import h11
 from uvicorn.protocols.http.flow_control import FlowControl
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
-from sandbox_gateway.api.data_plane.websocket import FromClient
+from sandbox_gateway.api.data_plane.websocket import ClientWebSocket
 from sandbox_gateway.api.metrics import Metrics
 from sandbox_gateway.config import Config, Server
 from sandbox_gateway.log import Logger
@@ -28,15 +28,15 @@ _OWN_DESCRIPTORS = 256
 """Number of the daemon's own descriptors: its log, the unix socket's connections, external commands, probes of
 agents.
 """
-_DESCRIPTORS_OF_A_SANDBOX = 24
+_DESCRIPTORS_PER_SANDBOX = 24
 """Number of descriptors per sandbox: its process, QMP connection, log, and idle connections of the data plane."""
-_DESCRIPTORS_OF_A_CONNECTION = 2
-"""Number of descriptors per request: the connection to the client, and the connection to the sandbox."""
+_DESCRIPTORS_PER_CONNECTION = 2
+"""Number of descriptors per request: the connection to the client and the connection to the sandbox."""
 _LOG_SECONDS = 5.0
-"""Seconds. Seconds. Seconds. One log line reports all connections that were closed within this time."""
-_V6_GROUP = 64
+"""One log line reports all connections that were closed within this time."""
+_IPV6_PREFIX_LENGTH = 64
 _MAX_HEAD_BYTES = 64 << 10
-_EVENTS_AT_ONCE = 32
+_MAX_EVENTS_PER_TURN = 32
 """Maximum number of events, such as pieces of a body, per turn of the event loop: one read can contain tens of
 thousands.
 """
@@ -45,22 +45,22 @@ log = Logger("connections")
 
 
 def reserve_descriptors(config: Config) -> int:
-    """Return the number of TCP connections for which descriptors are left.
+    """Return how many TCP connections the limit on open files allows, at most ``server.connections``.
 
-    Raises the process's soft limit on open files as needed, up to the hard limit.
+    Increases the process's soft limit as needed, up to the hard limit.
     """
-    wanted = config.server.connections
-    reserve = _OWN_DESCRIPTORS + _DESCRIPTORS_OF_A_SANDBOX * config.limits.sandboxes
-    needed = _DESCRIPTORS_OF_A_CONNECTION * wanted + reserve
+    requested = config.server.connections
+    reserve = _OWN_DESCRIPTORS + _DESCRIPTORS_PER_SANDBOX * config.limits.sandboxes
+    needed = _DESCRIPTORS_PER_CONNECTION * requested + reserve
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft == resource.RLIM_INFINITY:
-        return wanted
+        return requested
     limit = max(soft, needed if hard == resource.RLIM_INFINITY else min(needed, hard))
     if limit > soft:
         resource.setrlimit(resource.RLIMIT_NOFILE, (limit, hard))
     # If there are too few, keep half of them for the sandboxes.
-    possible = (limit - min(reserve, limit // 2)) // _DESCRIPTORS_OF_A_CONNECTION
-    if possible < wanted:
+    possible = (limit - min(reserve, limit // 2)) // _DESCRIPTORS_PER_CONNECTION
+    if possible < requested:
         log.warning(
             "the limit of open files is too low for server.connections: raise the service's limit "
             "(LimitNOFILE, openfiles)",
@@ -68,17 +68,17 @@ def reserve_descriptors(config: Config) -> int:
             needed=needed,
             connections=possible,
         )
-    return min(wanted, possible)
+    return min(requested, possible)
 
 
 class Connections:
     """The open TCP connections, counted by client address."""
 
-    def __init__(self, server: Server, most: int, metrics: Metrics) -> None:
+    def __init__(self, server: Server, limit: int, metrics: Metrics) -> None:
         self.request_seconds = server.request_seconds
         self.stalled_seconds = server.stalled_seconds
-        self._most = most
-        self._most_per_address = server.connections_per_address or most
+        self._limit = limit
+        self._limit_per_address = server.connections_per_address or limit
         self._metrics = metrics
         metrics.connections.set_function(lambda: len(self))
         self._open: Counter[str] = Counter()
@@ -88,44 +88,44 @@ class Connections:
         return self._open.total()
 
     def admit(self, address: str) -> bool:
-        """Count a connection from ``address``. Returns False if there are too many. ``leave`` undoes the count."""
-        group = _group(address)
-        if self._open.total() >= self._most:
-            self.end("too many connections", address)
-        elif self._open[group] >= self._most_per_address:
-            self.end("too many connections from one address", address)
+        """Count a connection from ``address``. Returns False if there are too many. ``release`` undoes the count."""
+        group = _counting_key(address)
+        if self._open.total() >= self._limit:
+            self.record_end("too many connections", address)
+        elif self._open[group] >= self._limit_per_address:
+            self.record_end("too many connections from one address", address)
         else:
             self._open[group] += 1
             return True
         return False
 
-    def leave(self, address: str) -> None:
-        group = _group(address)
+    def release(self, address: str) -> None:
+        group = _counting_key(address)
         self._open[group] -= 1
         if not self._open[group]:
             del self._open[group]
 
-    def end(self, reason: str, address: str) -> None:
+    def record_end(self, reason: str, address: str) -> None:
         """Record that the gateway closed a connection. One log line reports many connections."""
         self._metrics.record_connection_end(reason)
         if not self._unlogged:
-            asyncio.get_running_loop().call_later(_LOG_SECONDS, self._log, address)
+            asyncio.get_running_loop().call_later(_LOG_SECONDS, self._log_ended, address)
         self._unlogged[reason] += 1
 
-    def _log(self, address: str) -> None:
+    def _log_ended(self, address: str) -> None:
         reasons = {reason.replace(" ", "_"): count for reason, count in self._unlogged.items()}
         self._unlogged.clear()
         log.warning("connections closed", first_address=address, **reasons)
 
 
-def _group(address: str) -> str:
+def _counting_key(address: str) -> str:
     """Return the counting key of an address: for IPv6 its /64, the smallest network that a client has."""
     parsed = ipaddress.ip_address(address.partition("%")[0])
     if isinstance(parsed, ipaddress.IPv4Address):
         return str(parsed)
     if parsed.ipv4_mapped:
         return str(parsed.ipv4_mapped)
-    return str(ipaddress.IPv6Network((parsed, _V6_GROUP), strict=False))
+    return str(ipaddress.IPv6Network((parsed, _IPV6_PREFIX_LENGTH), strict=False))
 
 
 class Listener(socket.socket):
@@ -139,83 +139,83 @@ class Listener(socket.socket):
     def accept(self) -> tuple[socket.socket, Any]:
         """Accept a connection. Raises ConnectionAbortedError to refuse it, which the event loop ignores."""
         descriptor, peer = self._accept()  # type: ignore[attr-defined]
-        accepted = _Accepted(self.family, self.type, self.proto, fileno=descriptor)
+        connection = _CountedSocket(self.family, self.type, self.proto, fileno=descriptor)
         if not self._connections.admit(peer[0]):
-            accepted.close()
+            connection.close()
             raise ConnectionAbortedError
-        accepted.leave = functools.partial(self._connections.leave, peer[0])
-        return accepted, peer
+        connection.release = functools.partial(self._connections.release, peer[0])
+        return connection, peer
 
 
-class _Accepted(socket.socket):
-    """An accepted connection. Closing it reduces the count."""
+class _CountedSocket(socket.socket):
+    """An accepted connection, which is no longer counted after it is closed."""
 
-    leave: Callable[[], None] | None = None
+    release: Callable[[], None] | None = None
 
     def close(self) -> None:
         super().close()
-        leave, self.leave = self.leave, None
-        if leave:
-            leave()
+        release, self.release = self.release, None
+        if release:
+            release()
 
 
-class _Stalls:
-    """Ends the connection of a client that does not read its answer."""
+class _StallTimer:
+    """A timer that ends the connection of a client that does not read its response."""
 
     def __init__(self, transport: asyncio.Transport, seconds: float, on_stall: Callable[[], None]) -> None:
         self._transport = transport
         self._seconds = seconds
         self._on_stall = on_stall
         self._timer: asyncio.TimerHandle | None = None
-        # With a higher mark, a small rest would remain unnoticed, even after closing. With 0, TLS would never drain it.
+        # With a higher mark, unsent data below it would go unnoticed, even after closing. With 0, TLS never drains.
         transport.set_write_buffer_limits(high=1, low=0)
 
-    def begin(self) -> None:
+    def start(self) -> None:
         if self._timer is None:
             waiting = self._transport.get_write_buffer_size()
-            self._timer = asyncio.get_running_loop().call_later(self._seconds, self._check, waiting)
+            self._timer = asyncio.get_running_loop().call_later(self._seconds, self._check_progress, waiting)
 
-    def end(self) -> None:
+    def stop(self) -> None:
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
 
-    def _check(self, before: int) -> None:
+    def _check_progress(self, previous_size: int) -> None:
         self._timer = None
-        if self._transport.get_write_buffer_size() < before:
-            self.begin()
+        if self._transport.get_write_buffer_size() < previous_size:
+            self.start()
             return
         self._on_stall()
         self._transport.abort()
 
 
 class _LimitedConnection(h11.Connection):
-    """An h11 connection that returns ``left`` more events, then NEED_DATA."""
+    """An h11 connection that returns ``remaining`` more events, then NEED_DATA."""
 
-    left = 0
+    remaining = 0
 
     def next_event(self) -> h11.Event | type[h11.NEED_DATA] | type[h11.PAUSED]:
-        if not self.left:
+        if not self.remaining:
             return h11.NEED_DATA
-        self.left -= 1
+        self.remaining -= 1
         return super().next_event()
 
 
-class _Flow(FlowControl):
-    """Flow control that reads nothing while events of earlier data are left, even if uvicorn resumes reading."""
+class _FlowControl(FlowControl):
+    """Flow control that reads nothing while events of earlier data are pending, even if uvicorn resumes reading."""
 
     def __init__(self, transport: asyncio.Transport) -> None:
         super().__init__(transport)
-        self._held = False
+        self._is_held = False
 
     def hold(self) -> None:
         # Pause again even if reading is already held: uvicorn resumes the transport at the end of an unread body.
-        self._held = True
+        self._is_held = True
         self._transport.pause_reading()
 
     def release(self) -> None:
-        if self._held:
-            self._held = False
+        if self._is_held:
+            self._is_held = False
             if not self.read_paused:
                 self._transport.resume_reading()
 
@@ -227,56 +227,56 @@ class _Flow(FlowControl):
     def resume_reading(self) -> None:
         if self.read_paused:
             self.read_paused = False
-            if not self._held:
+            if not self._is_held:
                 self._transport.resume_reading()
 
 
 class _TimedWriting(asyncio.Protocol):
-    """A connection whose ``_Stalls`` timer runs while writing is paused."""
+    """A connection whose ``_StallTimer`` runs while writing is paused."""
 
-    _stalls: _Stalls | None = None
+    _stall_timer: _StallTimer | None = None
 
     def pause_writing(self) -> None:
         super().pause_writing()
-        if self._stalls:
-            self._stalls.begin()
+        if self._stall_timer:
+            self._stall_timer.start()
 
     def resume_writing(self) -> None:
         super().resume_writing()
-        if self._stalls:
-            self._stalls.end()
+        if self._stall_timer:
+            self._stall_timer.stop()
 
 
 class Http(_TimedWriting, H11Protocol):
-    """A client's connection, which ends if a request does not arrive in time.
+    """A client's connection, which is closed if a request does not arrive in time.
 
-    This class times the headers, and the rest of a body after an early answer. The reader of a body times the body:
-    see ``api.limits`` and ``api.proxy``.
+    This class times the headers, and the rest of a body after an early response. The reader of a body times the body:
+    see ``api.access.limits`` and ``api.data_plane.proxy``.
     """
 
     def __init__(self, connections: Connections, *args: Any, **more: Any) -> None:
         super().__init__(*args, **more)
         self._limits = connections
-        self.flow: _Flow
+        self.flow: _FlowControl
         self.conn: _LimitedConnection = _LimitedConnection(
             h11.SERVER, self.config.h11_max_incomplete_event_size or _MAX_HEAD_BYTES
         )
         self._is_continuing = False
         self._timer: asyncio.TimerHandle | None = None
         self._expected: object = None
-        self.ws_protocol_class = lambda **made: WebSocket(connections, **made)  # type: ignore[assignment]
+        self.ws_protocol_class = lambda **options: WebSocket(connections, **options)  # type: ignore[assignment]
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
-        self._stalls = _Stalls(transport, self._limits.stalled_seconds, lambda: self._record_end("stalled"))
-        self.flow = _Flow(transport)
+        self._stall_timer = _StallTimer(transport, self._limits.stalled_seconds, lambda: self._record_end("stalled"))
+        self.flow = _FlowControl(transport)
         self._start_timer("headers")
 
     def handle_events(self) -> None:
         """Handle some events now, and the others in a later turn of the event loop."""
-        self.conn.left = _EVENTS_AT_ONCE
+        self.conn.remaining = _MAX_EVENTS_PER_TURN
         super().handle_events()
-        if self.conn.left or self._stalls is None:  # None: the connection was upgraded or lost.
+        if self.conn.remaining or self._stall_timer is None:  # None: the connection was upgraded or lost.
             self.flow.release()
             return
         self.flow.hold()
@@ -286,7 +286,7 @@ class Http(_TimedWriting, H11Protocol):
 
     def _continue(self) -> None:
         self._is_continuing = False
-        if self._stalls is not None and not self.transport.is_closing():
+        if self._stall_timer is not None and not self.transport.is_closing():
             self.handle_events()
             self._update_timer()
 
@@ -301,15 +301,15 @@ class Http(_TimedWriting, H11Protocol):
             self._update_timer()
 
     def handle_websocket_upgrade(self, event: h11.Request) -> None:
-        self._release()
+        self._stop_timers()
         super().handle_websocket_upgrade(event)
 
     def connection_lost(self, exc: Exception | None) -> None:
-        self._release()
+        self._stop_timers()
         super().connection_lost(exc)
 
     def _update_timer(self) -> None:
-        if self._stalls is None:
+        if self._stall_timer is None:
             return  # The connection was upgraded, so ``WebSocket`` owns it.
         state = self.conn.their_state
         if state is h11.IDLE and self.conn.our_state is h11.IDLE:
@@ -319,13 +319,15 @@ class Http(_TimedWriting, H11Protocol):
         else:
             self._start_timer(None)
 
-    def _start_timer(self, what: str | None, request: object = None) -> None:
-        """Start the timer for ``what`` the client must send next; None stops it."""
-        if (awaited := (what, request)) == self._expected:
+    def _start_timer(self, awaited_part: str | None, request: object = None) -> None:
+        """Start the timer for ``awaited_part``, which the client must send next; None stops it."""
+        if (awaited := (awaited_part, request)) == self._expected:
             return
         if self._timer is not None:
             self._timer.cancel()
-        self._timer = self.loop.call_later(self._limits.request_seconds, self._end_slow_request) if what else None
+        self._timer = (
+            self.loop.call_later(self._limits.request_seconds, self._end_slow_request) if awaited_part else None
+        )
         self._expected = awaited
 
     def _end_slow_request(self) -> None:
@@ -333,16 +335,16 @@ class Http(_TimedWriting, H11Protocol):
         self.transport.abort()
 
     def _record_end(self, reason: str) -> None:
-        self._limits.end(reason, self.client[0] if self.client else "")
+        self._limits.record_end(reason, self.client[0] if self.client else "")
 
-    def _release(self) -> None:
+    def _stop_timers(self) -> None:
         self._start_timer(None)
-        if self._stalls:
-            self._stalls.end()
-            self._stalls = None
+        if self._stall_timer:
+            self._stall_timer.stop()
+            self._stall_timer = None
 
 
-class WebSocket(_TimedWriting, FromClient):
+class WebSocket(_TimedWriting, ClientWebSocket):
     """A client's connection after the upgrade to WebSocket."""
 
     def __init__(self, connections: Connections, **more: Any) -> None:
@@ -351,15 +353,15 @@ class WebSocket(_TimedWriting, FromClient):
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         super().connection_made(transport)
-        self._stalls = _Stalls(self.transport, self._limits.stalled_seconds, self._record_end)
+        self._stall_timer = _StallTimer(self.transport, self._limits.stalled_seconds, self._record_end)
         if self.transport.get_write_buffer_size():
             # Writing was paused before the upgrade, so ``pause_writing`` is not called again.
-            self._stalls.begin()
+            self._stall_timer.start()
 
     def connection_lost(self, exc: Exception | None) -> None:
-        if self._stalls:
-            self._stalls.end()
+        if self._stall_timer:
+            self._stall_timer.stop()
         super().connection_lost(exc)
 
     def _record_end(self) -> None:
-        self._limits.end("stalled", self.client[0] if self.client else "")
+        self._limits.record_end("stalled", self.client[0] if self.client else "")

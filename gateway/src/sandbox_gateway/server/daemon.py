@@ -56,7 +56,7 @@ def check(config: ConfigOption = DEFAULT_CONFIG) -> None:
 
 @app.command("config-docs")
 def config_docs() -> None:
-    """Print the reference of the configuration file, in Markdown."""
+    """Print the configuration reference, in Markdown."""
     typer.echo(configuration_page(), nl=False)
 
 
@@ -72,13 +72,13 @@ def openapi() -> None:
 
 def configuration_page() -> str:
     """Return the text of `docs/configuration.md`, generated from the descriptions in config.py."""
-    from sandbox_gateway.server.config_docs import page
+    from sandbox_gateway.server.config_docs import render_page
 
-    return page(Config)
+    return render_page(Config)
 
 
 def main() -> None:
-    """Run the command line. An error is one sentence on standard error, with exit code 2."""
+    """Run the command line. Prints an error as one sentence to standard error, and exits with code 2."""
     try:
         app()
     except GatewayError as error:

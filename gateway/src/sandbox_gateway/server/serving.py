@@ -22,7 +22,7 @@ from starlette.types import ASGIApp
 
 from sandbox_gateway import __version__, log
 from sandbox_gateway.api.access.auth import Keys, LocalPeer
-from sandbox_gateway.api.data_plane.websocket import MAX_MESSAGE_BYTES, PING_SECONDS, FromClient
+from sandbox_gateway.api.data_plane.websocket import MAX_MESSAGE_BYTES, PING_SECONDS, ClientWebSocket
 from sandbox_gateway.config import Config, Server
 from sandbox_gateway.errors import GatewayError, Invalid
 from sandbox_gateway.server import heap
@@ -71,7 +71,7 @@ async def run(config: Config) -> None:
 
 
 async def serve(config: Config, engine: Engine, stop: asyncio.Event) -> None:
-    """Open ``engine``, answer requests until ``stop`` is set, close it. Raises GatewayError."""
+    """Open ``engine``, serve requests until ``stop`` is set, and close it. Raises GatewayError."""
     keys, address, tls = prepare(config.server)
     try:
         async with start_extended():
@@ -97,8 +97,8 @@ def document() -> dict[str, Any]:
     from sandbox_gateway.api.app import create_app
     from sandbox_gateway.engine.engine import Engine
 
-    nothing: Any = None
-    return create_app(Engine(nothing, Config()), Config(), Keys()).openapi()
+    no_host: Any = None
+    return create_app(Engine(no_host, Config()), Config(), Keys()).openapi()
 
 
 def make_host(config: Config) -> Host:
@@ -109,7 +109,7 @@ def make_host(config: Config) -> Host:
     except ImportError as error:
         raise Invalid(
             f"host.kind {config.host.kind!r} does not work on this machine ({error}): install the missing "
-            "library, or set host.kind"
+            "library, or set host.kind to another kind"
         ) from None
     host: Host = kind(config)
     return host
@@ -120,15 +120,15 @@ def prepare(server: Server) -> tuple[Keys, Address | None, ssl.SSLContext | None
     if server.socket is None and not server.listen:
         raise Invalid("neither server.socket nor server.listen is set: set at least one of them")
     keys = Keys.load(server.key_file) if server.key_file else Keys()
-    tls = _tls(server)
+    tls = _load_tls(server)
     address = resolve(server.listen) if server.listen else None
-    where = f"server.listen {server.listen!r}"
+    setting = f"server.listen {server.listen!r}"
     if address and not address.loopback:
         if not len(keys):
-            raise Invalid(f"other machines can reach {where}: set server.key_file to a file that contains a key")
+            raise Invalid(f"other machines can reach {setting}: set server.key_file to a file that contains a key")
         if tls is None and not server.allow_plaintext:
             raise Invalid(
-                f"other machines can reach {where}, and keys must not be sent unencrypted: set "
+                f"other machines can reach {setting}, and keys must not be sent unencrypted: set "
                 "server.tls_cert and server.tls_key, or server.allow_plaintext behind a proxy with TLS"
             )
     if address and not len(keys):
@@ -141,28 +141,29 @@ def resolve(listen: str) -> Address:
     host, _, port = listen.rpartition(":")
     if not port.isdigit() or int(port) > 65535:
         raise Invalid(f"server.listen {listen!r} is not an address: use host:port, such as 127.0.0.1:8700")
-    bare = host[1:-1] if host.startswith("[") and host.endswith("]") else host
+    hostname = host[1:-1] if host.startswith("[") and host.endswith("]") else host
     try:
-        found = socket.getaddrinfo(bare or None, int(port), type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+        candidates = socket.getaddrinfo(hostname or None, int(port), type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
     except OSError as error:
         raise Invalid(
             f"the host of server.listen {listen!r} cannot be resolved ({error}): use an IP address, or check the name"
         ) from None
-    family, _, _, _, sockaddr = found[0]
+    family, _, _, _, sockaddr = candidates[0]
     return Address(family, sockaddr, ipaddress.ip_address(str(sockaddr[0]).partition("%")[0]).is_loopback)
 
 
-def _tls(server: Server) -> ssl.SSLContext | None:
+def _load_tls(server: Server) -> ssl.SSLContext | None:
     if not server.tls_cert and not server.tls_key:
         return None
     if not server.tls_cert or not server.tls_key:
-        raise Invalid("TLS needs both server.tls_cert and server.tls_key: set both, or neither: set both, or neither")
+        raise Invalid("TLS needs both server.tls_cert and server.tls_key: set both, or neither")
     context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
     try:
         context.load_cert_chain(server.tls_cert, server.tls_key)
     except OSError as error:
         raise Invalid(
-            f"the TLS certificate {server.tls_cert} with the key {server.tls_key} cannot be loaded: {error}"
+            f"the TLS certificate {server.tls_cert} with the key {server.tls_key} cannot be loaded ({error}): check "
+            "both files"
         ) from None
     return context
 
@@ -173,26 +174,26 @@ async def _serve(
     from sandbox_gateway.api.app import create_app
 
     app = create_app(engine, config, keys)
-    with contextlib.ExitStack() as undo:
+    with contextlib.ExitStack() as stack:
         listeners: list[tuple[uvicorn.Server, socket.socket]] = []
         if config.server.socket:
-            unix = undo.enter_context(unix_socket(config.server.socket, config.server.socket_group))
-            listeners.append((_Server(_settings(LocalPeer(app), None)), unix))
+            unix = stack.enter_context(unix_socket(config.server.socket, config.server.socket_group))
+            listeners.append((_DaemonServer(_uvicorn_config(LocalPeer(app), None)), unix))
         if address:
             connections = Connections(config.server, reserve_descriptors(config), app.state.metrics)
-            tcp = undo.enter_context(contextlib.closing(_tcp_socket(connections, address, config.server.listen)))
-            listeners.append((_TcpServer(_settings(app, tls), connections), tcp))
+            tcp = stack.enter_context(contextlib.closing(_tcp_socket(connections, address, config.server.listen)))
+            listeners.append((_TcpServer(_uvicorn_config(app, tls), connections), tcp))
         await _listen(listeners, app, stop)
 
 
 async def _listen(listeners: list[tuple[uvicorn.Server, socket.socket]], app: FastAPI, stop: asyncio.Event) -> None:
-    tasks = [asyncio.create_task(server.serve(sockets=[bound])) for server, bound in listeners]
+    tasks = [asyncio.create_task(server.serve(sockets=[listener])) for server, listener in listeners]
     try:
         # uvicorn provides a flag, not an event.
         while not all(server.started for server, _ in listeners) and not any(task.done() for task in tasks):  # noqa: ASYNC110
             await asyncio.sleep(0.01)
-        for _, bound in listeners:
-            logger.info("listening", address=str(bound.getsockname()), version=__version__)
+        for _, listener in listeners:
+            logger.info("listening", address=str(listener.getsockname()), version=__version__)
         notify("READY=1")
         await asyncio.wait([asyncio.create_task(stop.wait()), *tasks], return_when=asyncio.FIRST_COMPLETED)
     finally:
@@ -205,7 +206,7 @@ async def _listen(listeners: list[tuple[uvicorn.Server, socket.socket]], app: Fa
         await app.state.pools.close()
 
 
-class _Server(uvicorn.Server):
+class _DaemonServer(uvicorn.Server):
     """A uvicorn server that leaves the handling of signals to the daemon."""
 
     @contextlib.contextmanager
@@ -213,7 +214,7 @@ class _Server(uvicorn.Server):
         yield
 
 
-class _TcpServer(_Server):
+class _TcpServer(_DaemonServer):
     """A server for TCP connections, with the limits of ``Connections``."""
 
     def __init__(self, settings: uvicorn.Config, connections: Connections) -> None:
@@ -228,12 +229,12 @@ class _TcpServer(_Server):
         self.servers = [
             await loop.create_server(
                 self._protocol,
-                sock=bound,
+                sock=listener,
                 ssl=tls,
                 ssl_handshake_timeout=self._connections.request_seconds if tls else None,
                 backlog=self.config.backlog,
             )
-            for bound in sockets
+            for listener in sockets
         ]
         self.started = True
 
@@ -241,14 +242,14 @@ class _TcpServer(_Server):
         return Http(self._connections, config=self.config, server_state=self.server_state, app_state={})
 
 
-def _settings(app: ASGIApp, tls: ssl.SSLContext | None) -> uvicorn.Config:
+def _uvicorn_config(app: ASGIApp, tls: ssl.SSLContext | None) -> uvicorn.Config:
     settings = uvicorn.Config(
         app,
         http="h11",
-        ws=FromClient,
+        ws=ClientWebSocket,
         ws_max_size=MAX_MESSAGE_BYTES,
         ws_ping_interval=PING_SECONDS,
-        # A client that reads slowly answers pings late and must not be disconnected for that.
+        # A client that reads slowly responds to pings late, and must not be disconnected for that.
         ws_ping_timeout=None,
         ws_per_message_deflate=False,
         lifespan="off",
@@ -275,30 +276,30 @@ def _silence_libraries() -> None:
 def unix_socket(path: Path, group: str) -> Iterator[socket.socket]:
     """Provide a bound unix socket, mode 0660 for ``group`` or else 0600, and remove it on exit. Raises Invalid."""
     gid = _group_id(group) if group else -1
-    bound = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         _remove_stale_socket(path)
-        before = os.umask(0o177)
+        previous_umask = os.umask(0o177)
         try:
-            bound.bind(str(path))
+            listener.bind(str(path))
         finally:
-            os.umask(before)
+            os.umask(previous_umask)
         if group:
             os.chown(path, -1, gid)
             path.chmod(0o660)
     except OSError as error:
-        bound.close()
+        listener.close()
         raise Invalid(
             f"server.socket {path} cannot be created ({error}): check the directory and its permissions"
         ) from None
     except GatewayError:
-        bound.close()
+        listener.close()
         raise
     try:
-        yield bound
+        yield listener
     finally:
-        bound.close()
+        listener.close()
         path.unlink(missing_ok=True)
 
 
@@ -328,23 +329,23 @@ def _remove_stale_socket(path: Path) -> None:
 
 
 def _tcp_socket(connections: Connections, address: Address, listen: str) -> socket.socket:
-    bound = Listener(connections, address.family)
+    listener = Listener(connections, address.family)
     try:
-        bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        bound.bind(address.sockaddr)
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind(address.sockaddr)
     except OSError as error:
-        bound.close()
+        listener.close()
         raise Invalid(
             f"server.listen {listen!r} cannot be bound ({error.strerror}): choose another address or port"
         ) from None
-    return bound
+    return listener
 
 
 async def _run_until(stop: asyncio.Event, work: Awaitable[None]) -> bool:
     """Await ``work``. Returns False if ``stop`` was set first, which cancels ``work``."""
-    worker, stopped = asyncio.ensure_future(work), asyncio.ensure_future(stop.wait())
-    await asyncio.wait({worker, stopped}, return_when=asyncio.FIRST_COMPLETED)
-    stopped.cancel()
+    worker, stop_task = asyncio.ensure_future(work), asyncio.ensure_future(stop.wait())
+    await asyncio.wait({worker, stop_task}, return_when=asyncio.FIRST_COMPLETED)
+    stop_task.cancel()
     if worker.done():
         worker.result()
         return True

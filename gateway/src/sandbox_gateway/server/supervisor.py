@@ -26,9 +26,9 @@ def notify(state: str) -> None:
 
 @contextlib.asynccontextmanager
 async def watchdog_notified() -> AsyncIterator[None]:
-    """Send a keepalive at half the watchdog's interval. The service manager ends a process whose event loop hangs.
+    """Send a keepalive at half the watchdog's interval. The service manager kills a process whose event loop hangs.
 
-    The manager's signal (SIGABRT) prints the stack of each thread.
+    Its signal (SIGABRT) prints the stack of each thread.
     """
     interval = _watchdog_seconds() / 2
     if not interval:

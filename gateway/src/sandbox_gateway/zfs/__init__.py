@@ -1,14 +1,13 @@
-"""The API of ``libzfs_core`` (pyzfs), implemented with the ``zfs`` command. Independent of sandboxes.
+"""Implement the API of ``libzfs_core`` (pyzfs) with the ``zfs`` command. This package does not depend on sandboxes.
 
 The functions ``lzc_*`` have the names, the order of arguments and the exceptions of libzfs_core. Names may be str or
-bytes. Exceptions are in ``zfs.exceptions``. Like the command, the functions differ from pyzfs in four ways: a new
-filesystem
-is mounted at once if its ``canmount`` and ``mountpoint`` say so; ``lzc_destroy`` unmounts it first; ``lzc_rename``
-mounts it again under the new name; where ZFS lacks ``atomic_snapshots``, several snapshots are taken one after the
-other (still all or none).
+bytes. Exceptions are in ``zfs.exceptions``. The functions differ from pyzfs in four ways. A new filesystem is mounted
+at once, depending on its ``canmount`` and ``mountpoint``. ``lzc_destroy`` unmounts the filesystem first. ``lzc_rename``
+mounts it again under the new name. If ZFS lacks ``atomic_snapshots``, several snapshots are taken one by one, but
+still all or none.
 
 The other functions have no counterpart in pyzfs: listing, properties, mounts, and changes since a snapshot. All
-functions block (use ``asyncio.to_thread``), for at most ``zfs.process.SECONDS``.
+functions block (use ``asyncio.to_thread``). Each command has a timeout of ``zfs.process.TIMEOUT_SECONDS``.
 """
 
 from sandbox_gateway.zfs import exceptions
@@ -26,8 +25,8 @@ from sandbox_gateway.zfs.properties import (
     lzc_inherit_prop,
     lzc_set_prop,
     sync,
-    used,
-    written,
+    used_bytes,
+    written_bytes,
 )
 from sandbox_gateway.zfs.snapshots import lzc_destroy_snaps, lzc_rollback, lzc_rollback_to, lzc_snap, lzc_snapshot
 from sandbox_gateway.zfs.streams import lzc_receive, lzc_send
@@ -67,6 +66,6 @@ __all__ = [
     "mount",
     "sync",
     "unmount",
-    "used",
-    "written",
+    "used_bytes",
+    "written_bytes",
 ]

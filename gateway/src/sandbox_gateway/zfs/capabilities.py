@@ -1,7 +1,7 @@
 """Detect the capabilities of the installed ZFS.
 
-zfs-fuse 0.7 is ZFS in user space with pool version 23. It lacks features of all versions of OpenZFS since 0.8. Only
-this module distinguishes the two.
+zfs-fuse 0.7 is ZFS in user space with pool version 23. It lacks features that all versions of OpenZFS since 0.8 have.
+Only this module distinguishes the two.
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ from sandbox_gateway.zfs.process import execute
 
 @dataclass(frozen=True)
 class Capabilities:
-    """Abilities that differ between versions of ZFS."""
+    """The capabilities that differ between versions of ZFS."""
 
     version: tuple[int, ...]
-    """The version; empty if `zfs version` prints something unknown."""
+    """The version, or () if the output of `zfs version` has an unknown format."""
     atomic_snapshots: bool
-    """`zfs snapshot` takes several snapshots, all at one instant."""
+    """`zfs snapshot` takes several snapshots atomically."""
     rename_without_unmount: bool
-    """`zfs rename -u` leaves clones of the filesystem's snapshots mounted."""
+    """`zfs rename -u` does not unmount clones of the filesystem's snapshots."""
     lists_holds: bool
     """`zfs holds` works."""
     receive_options: bool
@@ -31,7 +31,7 @@ class Capabilities:
     written_property: bool
     """The properties `written` and `written@SNAPSHOT` exist."""
     concurrent_mounts: bool
-    """Two commands may mount at the same time."""
+    """Several commands may mount file systems at the same time."""
 
 
 ZFS_FUSE = Capabilities(
@@ -45,7 +45,7 @@ ZFS_FUSE = Capabilities(
 )
 
 
-def openzfs(version: tuple[int, ...]) -> Capabilities:
+def openzfs_capabilities(version: tuple[int, ...]) -> Capabilities:
     return Capabilities(
         version=version,
         atomic_snapshots=True,
@@ -61,14 +61,17 @@ _capabilities: Capabilities | None = None
 
 
 def detect_capabilities() -> Capabilities:
-    """Run ``zfs version`` once. OpenZFS since 0.8 has this command, zfs-fuse does not."""
+    """Return the capabilities of the installed ZFS, which the first call determines with ``zfs version``.
+
+    OpenZFS has this command since version 0.8; zfs-fuse lacks it.
+    """
     global _capabilities
     if _capabilities is None:
         outcome = execute(("version",))
         if outcome.cause is None:
-            match = re.search(r"^zfs-(\d+)\.(\d+)(?:\.(\d+))?", outcome.out, re.MULTILINE)
-            _capabilities = openzfs(tuple(int(part) for part in match.groups() if part) if match else ())
-        elif "unrecognized command" in outcome.said:
+            match = re.search(r"^zfs-(\d+)\.(\d+)(?:\.(\d+))?", outcome.output, re.MULTILINE)
+            _capabilities = openzfs_capabilities(tuple(int(part) for part in match.groups() if part) if match else ())
+        elif "unrecognized command" in outcome.message:
             _capabilities = ZFS_FUSE
         else:
             raise outcome.explain(ZFSGenericError(errno.EIO, None, "`zfs version` failed"))

@@ -1,8 +1,7 @@
 """Determine why ``zfs`` failed.
 
-The exit status only shows that the command failed. The reason is on standard error. The wording differs little between
-zfs-fuse
-0.7 and OpenZFS 2.4.
+The exit status only shows that the command failed; the reason is on standard error. The wording of zfs-fuse 0.7 and
+OpenZFS 2.4 is nearly the same.
 """
 
 from __future__ import annotations
@@ -12,7 +11,7 @@ from enum import Enum, auto
 
 
 class Cause(Enum):
-    """The reasons why ``zfs`` fails."""
+    """A reason why ``zfs`` fails."""
 
     UNREACHABLE = auto()
     SUSPENDED = auto()
@@ -108,24 +107,24 @@ _PATTERNS: tuple[tuple[Cause, str], ...] = (
 )
 _CAUSES = tuple((cause, re.compile(pattern)) for cause, pattern in _PATTERNS)
 _QUOTED = re.compile(r"(?<!\w)'[^'\n]*'")
-_NAMES_FOLLOW = re.compile(r"^use '-\w' (?:to|for)[^\n]*:$", re.MULTILINE)
+_LIST_OF_NAMES = re.compile(r"^use '-\w' (?:to|for)[^\n]*:$", re.MULTILINE)
 _USAGE = re.compile(r"^usage:$", re.MULTILINE)
 
 
 def cause_of(stderr: str) -> Cause:
-    """Return the cause according to the standard error of ``zfs``. Ignores quoted names and lists of names."""
-    text = _NAMES_FOLLOW.split(_USAGE.split(stderr, maxsplit=1)[0], maxsplit=1)[0]
+    """Determine the cause of a failure from the standard error of ``zfs``. Ignores quoted names and lists of names."""
+    text = _LIST_OF_NAMES.split(_USAGE.split(stderr, maxsplit=1)[0], maxsplit=1)[0]
     text = _QUOTED.sub("''", text)
     return next((cause for cause, pattern in _CAUSES if pattern.search(text)), Cause.OTHER)
 
 
 def find_names(stderr: str) -> list[str]:
-    """Return the datasets that ``zfs`` lists after "use '-R' to destroy the following datasets:", in its order."""
-    parts = _NAMES_FOLLOW.split(stderr, maxsplit=1)
+    """Return the datasets that ``zfs`` lists after "use '-R' to destroy the following datasets:", in the same order."""
+    parts = _LIST_OF_NAMES.split(stderr, maxsplit=1)
     return [line for line in parts[1].split("\n") if line] if len(parts) == 2 else []
 
 
-def one_line(stderr: str) -> str:
-    """Return the standard error of ``zfs`` as one line of at most 500 characters, without its usage text."""
+def join_lines(stderr: str) -> str:
+    """Join the standard error of ``zfs``, without its usage text, into one line of at most 500 characters."""
     lines = _USAGE.split(stderr, maxsplit=1)[0].strip().splitlines()
     return "; ".join(line.strip() for line in lines if line.strip())[:500]

@@ -29,8 +29,8 @@ from sandbox_gateway.zfs.run import run, run_with_retries
 def lzc_create(name: Name, ds_type: str = "zfs", props: Props = None) -> None:
     """Create a filesystem (``zfs``) or a volume (``zvol``, with the property ``volsize``).
 
-    Raises FilesystemExists, ParentNotFound, PropertyInvalid, NameInvalid, NameTooLong, NoSpace, QuotaExceeded;
-    MountFailed after removing a filesystem that cannot be mounted.
+    If the filesystem cannot be mounted, destroys it and raises MountFailed. Also raises FilesystemExists,
+    ParentNotFound, PropertyInvalid, NameInvalid, NameTooLong, NoSpace, QuotaExceeded.
     """
     target = new_filesystem_name(name)
     options = property_options(props)
@@ -39,7 +39,7 @@ def lzc_create(name: Name, ds_type: str = "zfs", props: Props = None) -> None:
     elif ds_type != "zfs":
         raise DatasetTypeInvalid(ds_type)
     outcome = run("create", *options, target, name=target)
-    _check_made(outcome, target, "create filesystem", dict.fromkeys(_NO_PARENT, ParentNotFound))
+    _check_created(outcome, target, "create filesystem", dict.fromkeys(_NO_PARENT, ParentNotFound))
 
 
 _NO_PARENT = (Cause.NO_PARENT, Cause.NO_POOL, Cause.MISSING)
@@ -57,7 +57,7 @@ def _remove_option(options: list[str], prop: str) -> list[str]:
     return [word for pair in pairs if not pair[1].startswith(f"{prop}=") for word in pair]
 
 
-def _check_made(outcome: Outcome, target: str, action: str, specific: Mapping[Cause, ErrorFactory]) -> None:
+def _check_created(outcome: Outcome, target: str, action: str, specific: Mapping[Cause, ErrorFactory]) -> None:
     if outcome.cause in (Cause.MOUNT_FAILED, Cause.MOUNT_BUSY):
         run_with_retries("destroy", target, name=target)
     check(outcome, target, action, {Cause.EXISTS: FilesystemExists, Cause.MOUNT_BUSY: MountFailed, **specific})
@@ -66,18 +66,19 @@ def _check_made(outcome: Outcome, target: str, action: str, specific: Mapping[Ca
 def lzc_clone(name: Name, origin: Name, props: Props = None) -> None:
     """Clone the snapshot ``origin`` as the filesystem ``name``.
 
-    Raises FilesystemExists, DatasetNotFound (``origin``, or the parent of ``name``), PoolsDiffer, PropertyInvalid,
-    NameInvalid, NameTooLong, NoSpace, QuotaExceeded; MountFailed after removing a clone that cannot be mounted.
+    If the clone cannot be mounted, destroys it and raises MountFailed. Raises DatasetNotFound for ``origin`` and the
+    parent of ``name``. Also raises FilesystemExists, PoolsDiffer, PropertyInvalid, NameInvalid, NameTooLong, NoSpace,
+    QuotaExceeded.
     """
     target, source = new_filesystem_name(name), snapshot_name(origin)
     if pool_of(target) != pool_of(source):
         raise PoolsDiffer(target)
     outcome = run("clone", *property_options(props), source, target, name=target)
-    _check_made(outcome, target, "create clone", {})
+    _check_created(outcome, target, "create clone", {})
 
 
 def lzc_destroy(name: Name) -> None:
-    """Unmount and destroy one filesystem without snapshots, children or clones, and nothing else.
+    """Unmount and destroy one filesystem, which must not have snapshots, children or clones.
 
     Raises FilesystemNotFound, DatasetBusy (``related``: its snapshots, children and clones), NameInvalid, NameTooLong.
     """
@@ -92,9 +93,10 @@ def lzc_destroy(name: Name) -> None:
 
 
 def lzc_promote(name: Name) -> None:
-    """Make the clone ``name`` the owner of its origin and of the snapshots before it.
+    """Move a clone's origin, and the snapshots before it, to the clone.
 
-    Raises NotClone, FilesystemNotFound, SnapshotExists (both have a snapshot of the same name), NoSpace, QuotaExceeded.
+    Raises SnapshotExists if both filesystems have a snapshot with the same name. Also raises NotClone,
+    FilesystemNotFound, NoSpace, QuotaExceeded.
     """
     target = filesystem_name(name)
     specific: dict[Cause, ErrorFactory] = {
@@ -107,12 +109,11 @@ def lzc_promote(name: Name) -> None:
 
 
 def lzc_rename(source: Name, target: Name, *, retry: bool = True) -> None:
-    """Rename a filesystem. A mounted filesystem is unmounted, renamed and mounted again. No other filesystem is
-    unmounted.
+    """Rename a filesystem without unmounting others. If the filesystem is mounted, unmount it and mount it again.
 
-    `zfs rename` alone also unmounts every mounted clone of the filesystem's snapshots, and may fail to mount it again.
+    By default, `zfs rename` also unmounts all clones of the filesystem's snapshots, and may fail to mount them again.
     If ZFS has no option to prevent that (``rename_without_unmount``), mounted clones cause DatasetBusy
-    (``related``: the clones). Without ``retry`` DatasetBusy is raised immediately.
+    (``related``: the clones). Unless ``retry``, DatasetBusy is raised immediately.
 
     Raises FilesystemNotFound, FilesystemExists, ParentNotFound, PoolsDiffer, DatasetBusy, NameInvalid, NameTooLong.
     """

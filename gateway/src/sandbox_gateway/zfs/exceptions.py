@@ -1,4 +1,4 @@
-"""The errors of ZFS, with the names of ``libzfs_core.exceptions``."""
+"""Define the errors of ZFS, with the names that they have in ``libzfs_core.exceptions``."""
 
 from __future__ import annotations
 
@@ -9,28 +9,28 @@ from collections.abc import Sequence
 class ZFSError(Exception):
     """The base class of all exceptions. ``errno``, ``message`` and ``name`` are as in libzfs_core.
 
-    Additional attributes are ``said``, the output of the command, and ``related``, the datasets that the output lists
-    as blockers.
+    Two attributes are not in libzfs_core: ``details``, usually the output of the command, and ``related``, the datasets
+    that prevented the operation.
     """
 
     errno: int = errno.EIO
     message: str = "ZFS operation failed"
     name: str | None = None
-    said: str = ""
+    details: str = ""
     related: tuple[str, ...] = ()
 
     def __init__(self, name: str | None = None) -> None:
         super().__init__(name)
         self.name = name
 
-    def with_details(self, said: str, related: Sequence[str] = ()) -> ZFSError:
-        """Return the same error, with the output of the command and the datasets that it names."""
-        self.said, self.related = said, tuple(related)
+    def with_details(self, details: str, related: Sequence[str] = ()) -> ZFSError:
+        """Set ``details`` and ``related``, and return this error."""
+        self.details, self.related = details, tuple(related)
         return self
 
     def __str__(self) -> str:
         text = f"[Errno {self.errno}] {self.message}" + ("" if self.name is None else f": '{self.name}'")
-        return f"{text} ({self.said})" if self.said else text
+        return f"{text} ({self.details})" if self.details else text
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self.errno!r}, {self.message!r}, {self.name!r})"
@@ -44,14 +44,14 @@ class ZFSGenericError(ZFSError):
 
 
 class ZFSInitializationFailed(ZFSError):
-    """The command, the kernel module or the daemon does not answer. The last change may have been made nevertheless."""
+    """The command, the kernel module or the daemon is unavailable. The last change may or may not have been made."""
 
     errno = errno.ENXIO
     message = "ZFS cannot be reached"
 
 
 class ZFSOutputError(ZFSError):
-    """The command succeeded, but its output is truncated or lacks a column."""
+    """The command succeeded, but its output is incomplete or malformed."""
 
     errno = errno.EIO
     message = "the output of zfs cannot be read"

@@ -20,21 +20,20 @@ from sandbox_gateway.zfs.exceptions import (
     ZFSOutputError,
 )
 from sandbox_gateway.zfs.listing import lzc_exists
-from sandbox_gateway.zfs.names import Name, snapshot_name, text_of
+from sandbox_gateway.zfs.names import Name, decode_name, snapshot_name
 from sandbox_gateway.zfs.outcome import check, error_of
 from sandbox_gateway.zfs.parse import parse_table
 from sandbox_gateway.zfs.properties import local_props, lzc_inherit_prop, lzc_set_prop
 from sandbox_gateway.zfs.run import run
 
-_HOLD_PROPERTY = "pyzfs:hold."
+_HOLD_PREFIX = "pyzfs:hold."
 
 
 def lzc_hold(holds: Mapping[str, Name] | Mapping[bytes, Name], fd: int | None = None) -> list[str]:
-    """Hold snapshots: ``{snapshot: tag}``. Returns the snapshots that do not exist.
+    """Place holds on snapshots, given as ``{snapshot: tag}``. Returns the snapshots that do not exist.
 
-    Raises HoldFailure, whose ``errors`` are HoldExists, NameInvalid or NameTooLong. ``fd`` must be None: holds placed
-    by the
-    command outlive the process. If ZFS cannot list holds, each is also recorded in a user property.
+    Raises HoldFailure, whose ``errors`` are HoldExists, NameInvalid or NameTooLong. ``fd`` must be None, because a hold
+    that the command places outlives the process. If ZFS cannot list holds, each is also recorded in a user property.
     """
     if fd is not None:
         raise FeatureNotSupported(None).with_details("the command cannot bind a hold to a file descriptor: pass None")
@@ -47,25 +46,24 @@ def lzc_hold(holds: Mapping[str, Name] | Mapping[bytes, Name], fd: int | None = 
         elif outcome.cause is not None:
             errors.append(error_of(outcome, target, "hold snapshot", {Cause.TAG_EXISTS: HoldExists}))
         elif not detect_capabilities().lists_holds:
-            lzc_set_prop(target, _HOLD_PROPERTY + tag.encode().hex(), str(int(time.time())))
+            lzc_set_prop(target, _HOLD_PREFIX + tag.encode().hex(), str(int(time.time())))
     if errors:
         raise HoldFailure(errors)
     return missing
 
 
 def lzc_release(holds: Mapping[str, Iterable[Name]] | Mapping[bytes, Iterable[Name]]) -> list[str]:
-    """Release holds: ``{snapshot: [tags]}``. Returns the snapshots that do not exist.
+    """Release holds, given as ``{snapshot: [tags]}``. Returns the snapshots that do not exist.
 
-    Raises HoldReleaseFailure, whose ``errors`` are HoldNotFound. The last release removes a snapshot that was destroyed
-    with
-    ``defer``.
+    If a snapshot was destroyed with ``defer``, releasing its last hold removes it. Raises HoldReleaseFailure, whose
+    ``errors`` are HoldNotFound.
     """
     missing, errors = [], []
     for snap, tags in holds.items():
         for name in tags:
             target, tag = _check_hold(HoldReleaseFailure, snap, name)
             if not detect_capabilities().lists_holds and lzc_exists(target):
-                lzc_inherit_prop(target, _HOLD_PROPERTY + tag.encode().hex())
+                lzc_inherit_prop(target, _HOLD_PREFIX + tag.encode().hex())
             outcome = run("release", tag, target, name=target)
             if outcome.cause is Cause.MISSING:
                 missing.append(target)
@@ -78,7 +76,7 @@ def lzc_release(holds: Mapping[str, Iterable[Name]] | Mapping[bytes, Iterable[Na
 
 def _check_hold(failure: type[HoldFailure] | type[HoldReleaseFailure], snap: Name, tag: Name) -> tuple[str, str]:
     try:
-        target, text = snapshot_name(snap), text_of(tag)
+        target, text = snapshot_name(snap), decode_name(tag)
     except (NameInvalid, NameTooLong) as error:
         raise failure([error]) from None
     if not text or text.startswith("-") or not text.isprintable():
@@ -89,12 +87,12 @@ def _check_hold(failure: type[HoldFailure] | type[HoldReleaseFailure], snap: Nam
 
 
 def lzc_get_holds(snapname: Name) -> dict[str, int]:
-    """Return ``{tag: time in unix seconds}`` of the holds of a snapshot. Raises SnapshotNotFound."""
+    """Return the holds of a snapshot, as ``{tag: time in unix seconds}``. Raises SnapshotNotFound."""
     target = snapshot_name(snapname)
     if not detect_capabilities().lists_holds:
         return _read_holds(target)
     outcome = check(run("holds", "-H", target, name=target), target, "get holds", {Cause.MISSING: SnapshotNotFound})
-    return {tag: _unix_seconds(when) for _, tag, when in parse_table(outcome.out, 3)}
+    return {tag: _unix_seconds(date) for _, tag, date in parse_table(outcome.output, 3)}
 
 
 def _read_holds(target: str) -> dict[str, int]:
@@ -103,9 +101,9 @@ def _read_holds(target: str) -> dict[str, int]:
     except DatasetNotFound:
         raise SnapshotNotFound(target) from None
     return {
-        bytes.fromhex(prop.removeprefix(_HOLD_PROPERTY)).decode(): int(value)
+        bytes.fromhex(prop.removeprefix(_HOLD_PREFIX)).decode(): int(value)
         for prop, value in props.items()
-        if prop.startswith(_HOLD_PROPERTY)
+        if prop.startswith(_HOLD_PREFIX)
     }
 
 

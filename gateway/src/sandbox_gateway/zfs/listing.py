@@ -11,14 +11,14 @@ from sandbox_gateway.zfs.run import run
 
 
 def check_reachable() -> None:
-    """Raise ZFSInitializationFailed, with the remedy, unless ZFS answers."""
+    """Raise ZFSInitializationFailed, with the remedy, if ZFS cannot be reached."""
     outcome = run("list", "-H", "-d", "0", "-o", "name")
     if outcome.cause not in (None, Cause.MISSING):
-        raise outcome.explain(ZFSInitializationFailed(None))
+        raise ZFSInitializationFailed(None).with_details(f"{outcome.message}; check that ZFS is installed and running")
 
 
 def lzc_exists(name: Name) -> bool:
-    """Return whether a filesystem, volume or snapshot exists; False for an invalid name."""
+    """Return whether a filesystem, volume or snapshot exists. Returns False for an invalid name."""
     try:
         target = existing_name(name)
     except (NameInvalid, NameTooLong):
@@ -26,32 +26,33 @@ def lzc_exists(name: Name) -> bool:
     outcome = run("get", "-H", "-o", "value", "type", target, name=target)
     if outcome.cause in (None, Cause.MISSING, Cause.NAME_INVALID, Cause.NO_POOL, Cause.NAME_TOO_LONG):
         return outcome.cause is None
-    raise error_of(outcome, target, "look for it")
+    raise error_of(outcome, target, "look up dataset")
 
 
 def list_datasets(root: Name, *, types: str = "filesystem", depth: int | None = None) -> list[str]:
-    """Return ``root`` and the datasets below it. ``types``: ``filesystem``, ``snapshot``, ``volume``, with commas.
+    """Return the names of ``root`` and the datasets below it. Raises DatasetNotFound.
 
-    Raises DatasetNotFound.
+    ``types``: one or more of ``filesystem``, ``snapshot`` and ``volume``, separated by commas. ``depth``: how many
+    levels below ``root`` to list.
     """
     target = existing_name(root)
     options = ["-r"] if depth is None else ["-d", str(depth)]
     outcome = run("list", "-H", *options, "-t", types, "-o", "name", target, name=target)
-    return [name for (name,) in parse_table(check(outcome, target, "list").out, 1)]
+    return [name for (name,) in parse_table(check(outcome, target, "list").output, 1)]
 
 
 def list_snapshots(filesystem: Name) -> list[str]:
     """Return the full names of a filesystem's own snapshots, oldest first. Raises FilesystemNotFound."""
     target = filesystem_name(filesystem)
     outcome = run("list", "-H", "-t", "snapshot", "-d", "1", "-s", "createtxg", "-o", "name", target, name=target)
-    # Without snapshots, OpenZFS may print a message on standard error and still succeed.
-    rows = parse_table(check(outcome, target, "list snapshots", {Cause.MISSING: FilesystemNotFound}).out, 1)
+    # If there are no snapshots, OpenZFS may print a message on standard error and still succeed.
+    rows = parse_table(check(outcome, target, "list snapshots", {Cause.MISSING: FilesystemNotFound}).output, 1)
     return [name for (name,) in rows if filesystem_of(name) == target]
 
 
 def list_clones(snap: Name) -> list[str]:
-    """Return the clones of a snapshot, found by their ``origin``: zfs-fuse lacks the property ``clones``."""
+    """Return the clones of a snapshot. Searches by ``origin``, because zfs-fuse lacks the property ``clones``."""
     target = snapshot_name(snap)
     pool = pool_of(target)
     outcome = check(run("list", "-H", "-r", "-t", "filesystem", "-o", "name,origin", pool, name=pool), pool, "list")
-    return [name for name, origin in parse_table(outcome.out, 2) if origin == target]
+    return [name for name, origin in parse_table(outcome.output, 2) if origin == target]

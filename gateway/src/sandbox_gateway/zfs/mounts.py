@@ -17,26 +17,28 @@ def is_mounted(name: Name) -> bool:
 
 
 def list_mounted_dependents(name: Name) -> list[str]:
-    """Return the mounted filesystems below this one, and the mounted clones of all their snapshots, recursively."""
+    """Return the mounted filesystems that depend on this one: those below it and clones of snapshots, recursively."""
     target = filesystem_name(name)
     pool = pool_of(target)
     argv = ("list", "-H", "-r", "-t", "filesystem", "-o", "name,origin,mounted", pool)
-    rows = parse_table(check(run(*argv, name=pool), pool, "list").out, 3)
-    found = {target}
+    rows = parse_table(check(run(*argv, name=pool), pool, "list").output, 3)
+    dependents = {target}
     while (
-        more := {
-            each for each, origin, _ in rows if origin.partition("@")[0] in found or each.rpartition("/")[0] in found
+        new := {
+            each
+            for each, origin, _ in rows
+            if origin.partition("@")[0] in dependents or each.rpartition("/")[0] in dependents
         }
-        - found
+        - dependents
     ):
-        found |= more
-    return [each for each, _, state in rows if state == "yes" and each in found and each != target]
+        dependents |= new
+    return [each for each, _, state in rows if state == "yes" and each in dependents and each != target]
 
 
 def mount(name: Name) -> None:
     """Mount a filesystem at its ``mountpoint``, unless it is already mounted.
 
-    Raises DatasetBusy if it is still in use after several attempts, MountFailed, FilesystemNotFound.
+    Raises DatasetBusy if it is still in use after several attempts. Also raises MountFailed, FilesystemNotFound.
     """
     target = filesystem_name(name)
     outcome = run_with_retries("mount", target, name=target)
@@ -45,7 +47,7 @@ def mount(name: Name) -> None:
 
 
 def unmount(name: Name) -> None:
-    """Unmount a filesystem, if it is mounted. Raises DatasetBusy while its files are in use, FilesystemNotFound."""
+    """Unmount a filesystem if it is mounted. Raises DatasetBusy if its files are in use, and FilesystemNotFound."""
     target = filesystem_name(name)
     outcome = run_with_retries("unmount", target, name=target)
     if outcome.cause is not Cause.NOT_MOUNTED:

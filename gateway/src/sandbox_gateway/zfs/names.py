@@ -7,7 +7,7 @@ import re
 from sandbox_gateway.zfs.exceptions import FilesystemNameInvalid, NameInvalid, NameTooLong, SnapshotNameInvalid
 
 NAME_MAX = 255
-"""Maximum bytes in the full name of a dataset or snapshot, and in the name of a user property."""
+"""Maximum length, in bytes, of the full name of a dataset or snapshot, and of the name of a user property."""
 
 Name = str | bytes
 
@@ -15,8 +15,8 @@ _COMPONENT = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.:-]*")
 _CONTROL = re.compile(r"[\x00-\x1f\x7f]")
 
 
-def text_of(name: Name) -> str:
-    """Decode a name. libzfs_core takes bytes, this package also takes strings."""
+def decode_name(name: Name) -> str:
+    """Return a name as str. libzfs_core accepts only bytes; this package also accepts str. Raises NameInvalid."""
     if isinstance(name, str):
         return name
     try:
@@ -35,11 +35,11 @@ def filesystem_of(name: str) -> str:
 
 
 def existing_name(name: Name) -> str:
-    """Check the name of an existing object. Allows any name that ZFS may accept, unless the command would misread it.
+    """Return the name of an existing object as str. Raises NameInvalid, NameTooLong.
 
-    Raises NameInvalid, NameTooLong.
+    Allows any name that ZFS might accept, except for names that the command would misinterpret, such as options.
     """
-    text = text_of(name)
+    text = decode_name(name)
     if not text or text.startswith(("-", "/")) or text.endswith("/") or _CONTROL.search(text):
         raise NameInvalid(text)
     if len(text.encode(errors="replace")) > NAME_MAX:
@@ -48,7 +48,10 @@ def existing_name(name: Name) -> str:
 
 
 def new_filesystem_name(name: Name) -> str:
-    """Check the name of a new filesystem: letters, digits, ``_.:-``; no component begins with ``.:-``."""
+    """Return the name of a new filesystem as str.
+
+    Allows letters, digits and ``_.:-``. No component may begin with one of ``.:-``.
+    """
     text = existing_name(name)
     if not all(_COMPONENT.fullmatch(part) for part in text.split("/")) or not text[0].isalpha():
         raise FilesystemNameInvalid(text)
@@ -56,7 +59,7 @@ def new_filesystem_name(name: Name) -> str:
 
 
 def snapshot_name(name: Name) -> str:
-    """Check the name of an existing snapshot, ``filesystem@snapshot``."""
+    """Return the name of an existing snapshot as str. It must have the form ``filesystem@snapshot``."""
     text = existing_name(name)
     filesystem, _, short = text.partition("@")
     if not filesystem or not short or "@" in short or "/" in short:
@@ -72,7 +75,7 @@ def new_snapshot_name(name: Name) -> str:
 
 
 def filesystem_name(name: Name) -> str:
-    """Check the name of an existing filesystem. Refuses names of snapshots."""
+    """Return the name of an existing filesystem as str. Refuses names of snapshots and bookmarks."""
     text = existing_name(name)
     if "@" in text or "#" in text:
         raise FilesystemNameInvalid(text)

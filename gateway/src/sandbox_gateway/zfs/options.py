@@ -6,10 +6,10 @@ import re
 from collections.abc import Mapping
 
 from sandbox_gateway.zfs.exceptions import PropertyInvalid
-from sandbox_gateway.zfs.names import NAME_MAX, Name, text_of
+from sandbox_gateway.zfs.names import NAME_MAX, Name, decode_name
 
 VALUE_MAX = 8191
-"""Maximum bytes of a user property's value."""
+"""Maximum length, in bytes, of a user property's value."""
 USER_PROPERTY = re.compile(r"[a-z0-9_.+-]*:[a-z0-9_.:+-]*")
 NATIVE_PROPERTY = re.compile(r"[a-z][a-z0-9_]*(@\S+)?")
 
@@ -18,7 +18,10 @@ Props = Mapping[str, Value] | Mapping[bytes, Value] | None
 
 
 def property_value(name: Name, value: Value) -> str:
-    """Return ``name=value`` for ``-o`` and ``set``; a bool is ``on`` or ``off``. Raises PropertyInvalid."""
+    """Return ``name=value``, as an argument of ``-o`` and ``set``. Formats a bool as ``on`` or ``off``.
+
+    Raises PropertyInvalid.
+    """
     key = property_name(name)
     if isinstance(value, bool):
         text = "on" if value else "off"
@@ -31,19 +34,19 @@ def property_value(name: Name, value: Value) -> str:
     if not text or "\0" in text or any("\ud800" <= c <= "\udfff" for c in text):
         raise PropertyInvalid(key).with_details("its value is empty or contains control characters")
     if size > VALUE_MAX:
-        raise PropertyInvalid(key).with_details(f"its value has {size} bytes, but the limit is {VALUE_MAX}")
+        raise PropertyInvalid(key).with_details(f"its value is {size} bytes long, but the limit is {VALUE_MAX}")
     return f"{key}={text}"
 
 
 def property_name(name: Name) -> str:
-    key = text_of(name)
+    key = decode_name(name)
     if not (USER_PROPERTY if ":" in key.partition("@")[0] else NATIVE_PROPERTY).fullmatch(key) or key[0] == "-":
         raise PropertyInvalid(key)
     if len(key) > NAME_MAX:
-        raise PropertyInvalid(key).with_details(f"its name has more than {NAME_MAX} bytes")
+        raise PropertyInvalid(key).with_details(f"its name is longer than {NAME_MAX} bytes")
     return key
 
 
 def property_options(props: Props) -> list[str]:
-    """Return options such as ``["-o", "a=b", …]``."""
+    """Return the options that set these properties, such as ``["-o", "a=b", …]``."""
     return [word for key, value in (props or {}).items() for word in ("-o", property_value(key, value))]

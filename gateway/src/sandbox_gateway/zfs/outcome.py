@@ -1,4 +1,4 @@
-"""Outcomes of the ``zfs`` command, and exceptions for failures."""
+"""Describe outcomes of the ``zfs`` command, and create exceptions for failures."""
 
 from __future__ import annotations
 
@@ -46,29 +46,36 @@ _ERRORS: dict[Cause, ErrorFactory] = {
 
 @dataclass(frozen=True)
 class Outcome:
-    """The output and errors of a finished command. ``cause`` is None if the command succeeded."""
+    """The result of a finished command.
 
-    out: str
-    said: str
+    ``output``: its standard output. ``message``: its standard error, in one line. ``cause``: why it failed, or None if
+    it succeeded. ``related``: the datasets that the message lists.
+    """
+
+    output: str
+    message: str
     cause: Cause | None
     related: tuple[str, ...] = ()
 
     def explain(self, error: ZFSError) -> ZFSError:
-        """Add the output of the command to ``error``."""
-        return error.with_details(self.said, self.related)
+        """Add the message of the command to ``error``, and return it."""
+        return error.with_details(self.message, self.related)
 
 
 def error_of(
     outcome: Outcome, name: str, action: str, specific: Mapping[Cause, ErrorFactory] | None = None
 ) -> ZFSError:
-    """Return the exception for a failed command. ``specific`` overrides the exceptions that all commands share."""
+    """Return the exception for a failed command.
+
+    ``action`` completes the sentence "Failed to …". ``specific`` overrides the exceptions that all commands share.
+    """
     assert outcome.cause is not None
     factory = (specific or {}).get(outcome.cause) or _ERRORS.get(outcome.cause)
     return outcome.explain(factory(name) if factory else ZFSGenericError(errno.EIO, name, f"Failed to {action}"))
 
 
 def check(outcome: Outcome, name: str, action: str, specific: Mapping[Cause, ErrorFactory] | None = None) -> Outcome:
-    """Return the outcome of a successful command. Raises the exception for a failed command, see ``error_of``."""
+    """Return the outcome if the command succeeded. Otherwise, raise the exception that ``error_of`` returns."""
     if outcome.cause is not None:
         raise error_of(outcome, name, action, specific)
     return outcome

@@ -17,7 +17,7 @@ _SOURCE = re.compile(r"local|default|received|temporary|none|-|inherited from .+
 
 
 class Property(NamedTuple):
-    """One line of ``zfs get``. ``value`` is ``-`` if there is none."""
+    """One line of ``zfs get``. ``value`` is ``-`` if the property has no value."""
 
     name: str
     prop: str
@@ -26,12 +26,12 @@ class Property(NamedTuple):
 
     @property
     def is_local(self) -> bool:
-        """Return whether the property is set on this dataset or snapshot itself, by a command or a received stream."""
+        """Return whether a command or a received stream set the property on this dataset or snapshot itself."""
         return self.source in ("local", "received")
 
     @property
     def number(self) -> int:
-        """Return the value as an integer; ``-`` and ``none`` are 0. Raises ZFSOutputError for anything else."""
+        """Return the value as an integer; ``-`` and ``none`` count as 0. Raises ZFSOutputError for other text."""
         if self.value in ("-", "none"):
             return 0
         try:
@@ -45,7 +45,7 @@ class Property(NamedTuple):
 
 
 def parse_table(text: str, columns: int) -> list[tuple[str, ...]]:
-    """Return the rows of ``zfs list -H``. Raises ZFSOutputError for a wrong number of columns or an incomplete line."""
+    """Parse the output of ``zfs list -H``. Raises ZFSOutputError for an incomplete line or a wrong column count."""
     rows = []
     for line in _lines(text):
         row = tuple(line.split("\t"))
@@ -56,8 +56,8 @@ def parse_table(text: str, columns: int) -> list[tuple[str, ...]]:
 
 
 def parse_get(text: str) -> list[Property]:
-    """Parse ``zfs get -Hp -o name,property,value,source``. Raises ZFSOutputError for an incomplete line."""
-    found: list[Property] = []
+    """Parse ``zfs get -Hp -o name,property,value,source`` output. Raises ZFSOutputError if a line is incomplete."""
+    properties: list[Property] = []
     pending: str | None = None
     for line in _lines(text):
         pending = line if pending is None else f"{pending}\n{line}"
@@ -65,15 +65,15 @@ def parse_get(text: str) -> list[Property]:
         if len(fields) >= 3 and not _is_start_of_line(fields[0], fields[1]):
             break
         if len(fields) >= 4 and _SOURCE.fullmatch(fields[-1]):
-            found.append(Property(fields[0], fields[1], "\t".join(fields[2:-1]), fields[-1]))
+            properties.append(Property(fields[0], fields[1], "\t".join(fields[2:-1]), fields[-1]))
             pending = None
     if pending is not None:
         raise ZFSOutputError(None).with_details(f"expected name, property, value and source in {pending[:200]!r}")
-    return found
+    return properties
 
 
 def _is_start_of_line(name: str, prop: str) -> bool:
-    """Return whether a line begins here. Returns False inside a value that contains line ends."""
+    """Return whether these are the first fields of a line, and not part of a value that contains line breaks."""
     return bool(name and "\n" not in name and (USER_PROPERTY.fullmatch(prop) or NATIVE_PROPERTY.fullmatch(prop)))
 
 
@@ -85,13 +85,11 @@ def _lines(text: str) -> list[str]:
     return text[:-1].split("\n")
 
 
-def check_complete(found: Iterable[Property], names: Iterable[str], props: Iterable[str]) -> None:
-    """Raise ZFSOutputError unless every dataset has every property, because output may also end early after a whole
-    line.
-    """
-    seen = {(item.name, item.prop) for item in found}
-    wanted = list(props)
+def check_complete(properties: Iterable[Property], names: Iterable[str], props: Iterable[str]) -> None:
+    """Raise ZFSOutputError unless every dataset has every property. Output may also be truncated after a whole line."""
+    present = {(item.name, item.prop) for item in properties}
+    required = list(props)
     for name in names:
-        for prop in wanted:
-            if (name, prop) not in seen:
+        for prop in required:
+            if (name, prop) not in present:
                 raise ZFSOutputError(name).with_details(f"the output lacks the property {prop}")

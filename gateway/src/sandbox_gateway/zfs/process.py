@@ -10,21 +10,22 @@ import threading
 from typing import IO
 
 from sandbox_gateway.command import child_environment
-from sandbox_gateway.zfs.causes import Cause, cause_of, find_names, one_line
+from sandbox_gateway.zfs.causes import Cause, cause_of, find_names, join_lines
 from sandbox_gateway.zfs.exceptions import ReadOnlyPool, SuspendedPool, ZFSGenericError, ZFSInitializationFailed
 from sandbox_gateway.zfs.outcome import Outcome
 
-SECONDS = 60.0
-"""Timeout in seconds of a command that transfers no data."""
-TRANSFER_SECONDS = 3600.0
-"""Timeout in seconds of send and receive."""
+TIMEOUT_SECONDS = 60.0
+"""Timeout of a command that does not transfer a stream."""
+TRANSFER_TIMEOUT_SECONDS = 3600.0
+"""Timeout of ``zfs send`` and ``zfs receive``."""
 
 _inherited_files: frozenset[IO[str]] = frozenset()
-"""Files that every command inherits. A lock on one of them lasts until the last command has ended, even if the process
-that took the lock was killed earlier."""
+"""Files that every command inherits.
 
-_MORE_PATH = "/sbin:/usr/sbin:/bin:/usr/bin:/usr/local/sbin:/usr/local/bin"
-_HELP = (
+A lock on one of them lasts until the last command has exited, even if the process that took the lock was killed."""
+
+_EXTRA_PATH = "/sbin:/usr/sbin:/bin:/usr/bin:/usr/local/sbin:/usr/local/bin"
+_REMEDY = (
     "start it (Linux: modprobe zfs, or the zfs-fuse daemon; FreeBSD: kldload zfs, service zfs start), "
     "then try again; the last change may or may not have been made"
 )
@@ -32,15 +33,15 @@ _HELP = (
 
 def execute(
     args: tuple[str, ...],
-    seconds: float = SECONDS,
+    seconds: float = TIMEOUT_SECONDS,
     stdin: int | None = None,
     stdout: int | None = None,
     name: str | None = None,
 ) -> Outcome:
-    """Run ``zfs args`` for at most ``seconds``. ``stdin`` and ``stdout`` may be file descriptors.
+    """Run ``zfs`` with ``args`` for at most ``seconds``. ``stdin`` and ``stdout`` may be file descriptors.
 
     Raises only errors that no caller can handle: ZFSInitializationFailed, SuspendedPool, ReadOnlyPool, and
-    ZFSGenericError(ETIMEDOUT). ``name`` is the dataset in their text.
+    ZFSGenericError(ETIMEDOUT). ``name``: the dataset that their messages mention.
     """
     try:
         process = subprocess.Popen(
@@ -68,10 +69,10 @@ def execute(
     return _outcome(args, process.returncode, out or b"", err or b"", name)
 
 
-def read_first_bytes(*args: str, count: int, seconds: float = SECONDS) -> tuple[bytes, Outcome | None]:
-    """Return the first ``count`` bytes of the output of ``zfs args``, without waiting for the rest.
+def read_first_bytes(*args: str, count: int, seconds: float = TIMEOUT_SECONDS) -> tuple[bytes, Outcome | None]:
+    """Run ``zfs`` with ``args`` and return the first ``count`` bytes of its output, without waiting for the rest.
 
-    The outcome is None if the command wrote that many bytes.
+    The outcome is None if the command wrote at least ``count`` bytes.
     """
     process = subprocess.Popen(
         ["zfs", *args],
@@ -96,7 +97,7 @@ def read_first_bytes(*args: str, count: int, seconds: float = SECONDS) -> tuple[
 
 
 def inherit_file(file: IO[str]) -> None:
-    """Let every later command inherit ``file``, so that a lock on it lasts until the last command has ended."""
+    """Let every later command inherit ``file``, so that a lock on it lasts until the last command has exited."""
     global _inherited_files
     _inherited_files |= {file}
 
@@ -111,7 +112,7 @@ def _inherited_fds() -> list[int]:
 
 
 def _environment() -> dict[str, str]:
-    return child_environment(PATH=f"{os.environ.get('PATH', '')}:{_MORE_PATH}".lstrip(":"))
+    return child_environment(PATH=f"{os.environ.get('PATH', '')}:{_EXTRA_PATH}".lstrip(":"))
 
 
 def _read(stream: IO[bytes], count: int) -> bytes:
@@ -122,23 +123,26 @@ def _read(stream: IO[bytes], count: int) -> bytes:
 
 
 def _outcome(args: tuple[str, ...], status: int, out: bytes, err: bytes, name: str | None) -> Outcome:
-    text = err.decode(errors="replace")
+    stderr_text = err.decode(errors="replace")
     if status == 0:
-        return Outcome(out.decode(errors="replace"), one_line(text), None)
-    # zfs-fuse writes some internal errors to standard output..
-    text = text if text.strip() else out.decode(errors="replace")
-    cause, said = cause_of(text), one_line(text) or f"`zfs {args[0]}` exited with {status} and no message"
+        return Outcome(out.decode(errors="replace"), join_lines(stderr_text), None)
+    # zfs-fuse prints some internal errors on standard output.
+    stderr_text = stderr_text if stderr_text.strip() else out.decode(errors="replace")
+    cause, message = (
+        cause_of(stderr_text),
+        join_lines(stderr_text) or f"`zfs {args[0]}` exited with code {status} and without a message",
+    )
     if cause is Cause.UNREACHABLE:
-        raise ZFSInitializationFailed(name).with_details(f"{said}; {_HELP}")
+        raise ZFSInitializationFailed(name).with_details(f"{message}; {_REMEDY}")
     if cause is Cause.SUSPENDED:
-        raise SuspendedPool(name).with_details(said)
+        raise SuspendedPool(name).with_details(message)
     if cause is Cause.READ_ONLY:
-        raise ReadOnlyPool(name).with_details(said)
-    return Outcome(out.decode(errors="replace"), said, cause, tuple(find_names(text)))
+        raise ReadOnlyPool(name).with_details(message)
+    return Outcome(out.decode(errors="replace"), message, cause, tuple(find_names(stderr_text)))
 
 
 def _kill(process: subprocess.Popen[bytes]) -> None:
-    """Kill the process and wait only a moment, because a command that hangs in the kernel does not end."""
+    """Kill the process and wait at most one second, because a command that hangs in the kernel does not exit."""
     process.kill()
     with contextlib.suppress(subprocess.TimeoutExpired):
         process.wait(1)

@@ -15,16 +15,16 @@ from sandbox_gateway.zfs.run import run
 
 
 def lzc_set_prop(name: Name, prop: Name, val: Value) -> None:
-    """Set one property, in one transaction.
+    """Set one property atomically.
 
-    Raises PropertyInvalid, DatasetNotFound, NoSpace, QuotaExceeded (a quota below the space in use).
+    Raises QuotaExceeded for a quota below the space in use. Also raises PropertyInvalid, DatasetNotFound, NoSpace.
     """
     target = existing_name(name)
     check(run("set", property_value(prop, val), target, name=target), target, "set a property")
 
 
 def lzc_inherit_prop(name: Name, prop: Name) -> None:
-    """Remove a property from ``name``, if it is set there. Raises PropertyInvalid, DatasetNotFound."""
+    """Remove a property that is set on ``name``, if there is one. Raises PropertyInvalid, DatasetNotFound."""
     target = existing_name(name)
     check(run("inherit", property_name(prop), target, name=target), target, "inherit a property")
 
@@ -33,33 +33,34 @@ _NAMES_PER_COMMAND = 400
 
 
 def get_props(names: Iterable[Name], props: Iterable[str]) -> dict[str, dict[str, Property]]:
-    """Return ``{name: {property: Property}}``, complete; the ``value`` of a missing property is ``-``.
+    """Return ``{name: {property: Property}}`` with all requested names and properties.
 
-    Raises DatasetNotFound if one of the names does not exist, ZFSOutputError if the output is incomplete.
+    The ``value`` of a property that is not set is ``-``. Raises DatasetNotFound if one of the names does not exist, and
+    ZFSOutputError if the output is incomplete.
     """
-    targets, wanted = [existing_name(name) for name in names], [property_name(prop) for prop in props]
-    found: list[Property] = []
+    targets, prop_names = [existing_name(name) for name in names], [property_name(prop) for prop in props]
+    properties: list[Property] = []
     for start in range(0, len(targets), _NAMES_PER_COMMAND):
-        some = targets[start : start + _NAMES_PER_COMMAND]
-        found += _get([], wanted, some)
-    check_complete(found, targets, wanted)
-    return _group_by_name(found)
+        batch = targets[start : start + _NAMES_PER_COMMAND]
+        properties += _get([], prop_names, batch)
+    check_complete(properties, targets, prop_names)
+    return _group_by_name(properties)
 
 
 def get_tree(root: Name, props: Iterable[str]) -> dict[str, dict[str, Property]]:
-    """Return ``get_props`` of ``root`` and everything below it, snapshots included."""
-    target, wanted = existing_name(root), [property_name(prop) for prop in props]
-    found = _get(["-r"], wanted, [target])
-    result = _group_by_name(found)
-    check_complete(found, [target, *result], wanted)
+    """Return the same as ``get_props`` for ``root`` and all datasets and snapshots below it."""
+    target, prop_names = existing_name(root), [property_name(prop) for prop in props]
+    properties = _get(["-r"], prop_names, [target])
+    result = _group_by_name(properties)
+    check_complete(properties, [target, *result], prop_names)
     return result
 
 
 def local_tree(root: Name) -> dict[str, dict[str, str]]:
-    """Return ``{name: {user property: value}}``, as set on each dataset and snapshot itself, without inherited ones.
+    """Return ``{name: {user property: value}}`` for ``root`` and everything below it, without inherited properties.
 
-    A value that looks like output of ``zfs get`` is read with a separate command, so that it cannot fake other
-    properties.
+    If a value looks like output of ``zfs get``, each property is read with a separate command, so that the value cannot
+    be mistaken for other properties.
     """
     target = existing_name(root)
     try:
@@ -70,7 +71,7 @@ def local_tree(root: Name) -> dict[str, dict[str, str]]:
 
 
 def local_props(name: Name) -> dict[str, str]:
-    """Return the user properties set on this dataset or snapshot itself. Raises DatasetNotFound."""
+    """Return the user properties set on a dataset or snapshot, without inherited ones. Raises DatasetNotFound."""
     target = existing_name(name)
     try:
         return _local([], target).get(target, {})
@@ -83,7 +84,7 @@ def _local(options: Sequence[str], target: str) -> dict[str, dict[str, str]]:
     for item in _get([*options, "-s", "local,received"], ["all"], [target]):
         # A line that names another dataset is part of a value.
         if item.name != target and not (options and item.name.startswith((f"{target}/", f"{target}@"))):
-            raise ZFSOutputError(item.name).with_details(f"the output is about another dataset than {target}")
+            raise ZFSOutputError(item.name).with_details(f"the output describes a dataset other than {target}")
         if ":" in item.prop and item.is_local:
             result.setdefault(item.name, {})[item.prop] = item.value
     return result
@@ -92,42 +93,45 @@ def _local(options: Sequence[str], target: str) -> dict[str, dict[str, str]]:
 def _one_by_one(target: str) -> dict[str, str]:
     """Read each property with a separate command, whose output is unambiguous for every value."""
     outcome = run("get", "-H", "-s", "local,received", "-o", "property", "all", target, name=target)
-    found = [prop for (prop,) in parse_table(check(outcome, target, "get properties").out, 1) if ":" in prop]
+    prop_names = [prop for (prop,) in parse_table(check(outcome, target, "get properties").output, 1) if ":" in prop]
     result = {}
-    for prop in found:
+    for prop in prop_names:
         outcome = run("get", "-H", "-o", "value", prop, target, name=target)
-        result[prop] = check(outcome, target, "get a property").out.removesuffix("\n")
+        result[prop] = check(outcome, target, "get a property").output.removesuffix("\n")
     return result
 
 
 def _get(options: Sequence[str], props: Sequence[str], names: Sequence[str]) -> list[Property]:
     outcome = run("get", "-Hp", *options, "-o", "name,property,value,source", ",".join(props), *names, name=names[0])
-    return parse_get(check(outcome, names[0], "get properties").out)
+    return parse_get(check(outcome, names[0], "get properties").output)
 
 
-def _group_by_name(found: Iterable[Property]) -> dict[str, dict[str, Property]]:
+def _group_by_name(properties: Iterable[Property]) -> dict[str, dict[str, Property]]:
     result: dict[str, dict[str, Property]] = {}
-    for item in found:
+    for item in properties:
         result.setdefault(item.name, {})[item.prop] = item
     return result
 
 
-def used(name: Name) -> int:
-    """Return the bytes that only this dataset or snapshot uses, and that its destruction would free."""
+def used_bytes(name: Name) -> int:
+    """Return the space that destroying this dataset or snapshot would free, in bytes."""
     target = existing_name(name)
     return get_props([target], ["used"])[target]["used"].number
 
 
 def sync(name: Name) -> None:
-    """Wait until all data written to the dataset so far is on disk, and therefore counted in ``written`` and ``used``.
+    """Wait until all data written to the dataset is on disk. After that, ``written_bytes`` and ``used_bytes`` count it.
 
-    In every version, removing a property that is not set waits for the transaction group and writes nothing.
+    In every version of ZFS, removing a property that is not set waits for the transaction group without writing data.
     """
     lzc_inherit_prop(name, "pyzfs:sync")
 
 
-def written(name: Name) -> int:
-    """Return the bytes written to a filesystem since its newest snapshot, or since it was cloned (see ``sync``)."""
+def written_bytes(name: Name) -> int:
+    """Return the number of bytes written to a filesystem since its newest snapshot, or since it was cloned.
+
+    Call ``sync`` first to include the latest writes.
+    """
     target = filesystem_name(name)
     prop = "written" if detect_capabilities().written_property else "unique"
     return get_props([target], [prop])[target][prop].number

@@ -1,4 +1,4 @@
-"""Run ``zfs``, with one mount at a time if this ZFS requires it, and with retries while a dataset is busy."""
+"""Run ``zfs`` commands, serializing mounts if this ZFS requires it, and retrying while a dataset is busy."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from sandbox_gateway.zfs.capabilities import detect_capabilities
 from sandbox_gateway.zfs.causes import Cause
 from sandbox_gateway.zfs.exceptions import ZFSGenericError
 from sandbox_gateway.zfs.outcome import Outcome
-from sandbox_gateway.zfs.process import SECONDS, execute
+from sandbox_gateway.zfs.process import TIMEOUT_SECONDS, execute
 
 _RETRY_SECONDS: dict[Cause | None, float] = {Cause.BUSY: 10.0, Cause.MOUNT_BUSY: 10.0, Cause.IN_USE: 0.8}
 _MOUNTING = frozenset({"create", "clone", "mount", "rename", "rollback", "receive"})
@@ -23,15 +23,15 @@ _FUSE_DIRECTORY = Path("/var/run/zfs")
 
 def run(
     *args: str,
-    seconds: float = SECONDS,
+    seconds: float = TIMEOUT_SECONDS,
     stdin: int | None = None,
     stdout: int | None = None,
     name: str | None = None,
     before: Callable[[], None] | None = None,
 ) -> Outcome:
-    """Run ``zfs args``, with the parameters and errors of ``execute``.
+    """Run ``zfs`` with ``args``. The other parameters and the exceptions are those of ``execute``.
 
-    ``before`` is called first, and its errors are raised. On zfs-fuse nothing is mounted between it and the command.
+    ``before`` is called first. On zfs-fuse, no other command can mount a file system between this call and the command.
     """
     with mount_lock(args[0], seconds, name):
         if before is not None:
@@ -40,26 +40,27 @@ def run(
 
 
 def run_with_retries(*args: str, name: str | None = None, before: Callable[[], None] | None = None) -> Outcome:
-    """Run ``zfs args``, and retry while the dataset is busy, if that may end by itself.
+    """Run ``zfs`` with ``args``, and retry for a limited time while the dataset is busy.
 
-    zfs-fuse unmounts a dataset before it destroys it and then finds it busy until the daemon has written its data
-    (milliseconds; seconds on a full pool). Processes with open files rarely close them in time.
+    zfs-fuse unmounts a dataset before destroying it, and then reports it as busy until the daemon has written its data.
+    That takes milliseconds, or seconds on a full pool. If a process has files open, the retries end sooner, because it
+    rarely closes them in time.
     """
-    start, wait = time.monotonic(), 0.01
+    start, delay = time.monotonic(), 0.01
     while True:
         outcome = run(*args, name=name, before=before)
-        if time.monotonic() + wait - start > _RETRY_SECONDS.get(outcome.cause, 0.0):
+        if time.monotonic() + delay - start > _RETRY_SECONDS.get(outcome.cause, 0.0):
             return outcome
-        time.sleep(wait)
-        wait = min(wait * 2, 0.25)
+        time.sleep(delay)
+        delay = min(delay * 2, 0.25)
 
 
 @contextlib.contextmanager
 def mount_lock(verb: str, seconds: float, name: str | None) -> Iterator[None]:
-    """On zfs-fuse, allow only one command on the whole machine to mount at a time.
+    """On zfs-fuse, allow only one command on the machine to mount a file system at a time.
 
-    Two threads of its daemon announce new mounts to a third through one pipe, each in two pieces and without a lock. If
-    the pieces mix, all file systems hang until the daemon is restarted.
+    Threads of its daemon announce new mounts to another thread through one pipe, each with two writes and without a
+    lock. If the writes of two threads interleave, all file systems hang until the daemon is restarted.
     """
     if verb not in _MOUNTING or detect_capabilities().concurrent_mounts or not _FUSE_DIRECTORY.is_dir():
         yield

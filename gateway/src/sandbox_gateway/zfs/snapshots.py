@@ -33,10 +33,10 @@ from sandbox_gateway.zfs.run import run, run_with_retries
 
 
 def lzc_snapshot(snaps: Iterable[Name], props: Props = None) -> None:
-    """Take snapshots in one pool, with user properties: all, or none, which raises SnapshotFailure.
+    """Take snapshots in one pool, with user properties. If one fails, takes none and raises SnapshotFailure.
 
-    ``SnapshotFailure.errors`` holds SnapshotExists, FilesystemNotFound, DuplicateSnapshots, PoolsDiffer, NameInvalid,
-    NameTooLong, PropertyInvalid, NoSpace.
+    ``SnapshotFailure.errors`` may contain SnapshotExists, FilesystemNotFound, DuplicateSnapshots, PoolsDiffer,
+    NameInvalid, NameTooLong, PropertyInvalid, NoSpace.
     """
     try:
         names = [new_snapshot_name(snap) for snap in snaps]
@@ -52,7 +52,7 @@ def lzc_snapshot(snaps: Iterable[Name], props: Props = None) -> None:
 
 lzc_snap = lzc_snapshot
 
-_SNAPSHOT: dict[Cause, ErrorFactory] = {Cause.EXISTS: SnapshotExists, Cause.MISSING: FilesystemNotFound}
+_SNAPSHOT_ERRORS: dict[Cause, ErrorFactory] = {Cause.EXISTS: SnapshotExists, Cause.MISSING: FilesystemNotFound}
 
 
 def _check_compatible(names: Sequence[str]) -> None:
@@ -68,18 +68,22 @@ def _snapshot_at_once(names: Sequence[str], options: Sequence[str]) -> None:
     outcome = run("snapshot", *options, *names, name=names[0])
     if outcome.cause is None:
         return
-    blamed = [name for name in names if f"'{name}'" in outcome.said or f"'{filesystem_of(name)}'" in outcome.said]
-    raise SnapshotFailure([error_of(outcome, name, "create snapshot", _SNAPSHOT) for name in blamed or names[:1]])
+    failed_names = [
+        name for name in names if f"'{name}'" in outcome.message or f"'{filesystem_of(name)}'" in outcome.message
+    ]
+    raise SnapshotFailure(
+        [error_of(outcome, name, "create snapshot", _SNAPSHOT_ERRORS) for name in failed_names or names[:1]]
+    )
 
 
 def _snapshot_one_by_one(names: Sequence[str], options: Sequence[str]) -> None:
-    done: list[str] = []
+    taken_names: list[str] = []
     try:
         for name in names:
             _snapshot_at_once([name], options)
-            done.append(name)
+            taken_names.append(name)
     except BaseException:
-        for name in done:
+        for name in taken_names:
             run_with_retries("destroy", name, name=name)
         raise
 
@@ -87,9 +91,9 @@ def _snapshot_one_by_one(names: Sequence[str], options: Sequence[str]) -> None:
 def lzc_destroy_snaps(snaps: Iterable[Name], defer: bool) -> None:
     """Destroy snapshots. Skips snapshots that do not exist.
 
-    With ``defer``, a cloned or held snapshot is destroyed with its last clone or hold. Without it, none is destroyed if
-    one is cloned or held, and SnapshotDestructionFailure is raised, with ``errors``: SnapshotIsCloned, SnapshotIsHeld
-    (``related``: the clones).
+    With ``defer``, ZFS destroys a cloned or held snapshot with its last clone or hold. Without it, if one snapshot is
+    cloned or held, none is destroyed and SnapshotDestructionFailure is raised. Its ``errors`` are SnapshotIsCloned
+    (``related``: the clones) and SnapshotIsHeld.
     """
     names = [snapshot_name(snap) for snap in snaps]
     if len(names) > 1 and not defer:
@@ -127,7 +131,7 @@ def _destroy_snapshot(name: str, defer: bool) -> ZFSError | None:
 def lzc_rollback(name: Name) -> Name:
     """Roll a filesystem back to its latest snapshot. Returns the snapshot's full name, as bytes if ``name`` is bytes.
 
-    Raises FilesystemNotFound, SnapshotNotFound (it has no snapshot), NameInvalid, NameTooLong, DatasetBusy.
+    Raises SnapshotNotFound if it has no snapshot, and FilesystemNotFound, NameInvalid, NameTooLong, DatasetBusy.
     """
     target = filesystem_name(name)
     snaps = list_snapshots(target)
@@ -138,15 +142,15 @@ def lzc_rollback(name: Name) -> Name:
 
 
 def lzc_rollback_to(name: Name, snap: Name) -> None:
-    """Roll a filesystem back to ``snap`` (a full name), which must be its latest snapshot. Never uses ``-r``.
+    """Roll a filesystem back to the snapshot with the full name ``snap``, which must be its latest one.
 
     Raises SnapshotNotLatest, FilesystemNotFound, SnapshotNotFound, NameInvalid, NameTooLong, DatasetBusy.
     """
-    target, wanted = filesystem_name(name), snapshot_name(snap)
-    if filesystem_of(wanted) != target:
-        raise NameInvalid(wanted)
-    outcome = run_with_retries("rollback", wanted, name=target)
+    target, snapshot = filesystem_name(name), snapshot_name(snap)
+    if filesystem_of(snapshot) != target:
+        raise NameInvalid(snapshot)
+    outcome = run_with_retries("rollback", snapshot, name=target)
     if outcome.cause is Cause.MISSING and not lzc_exists(target):
         raise outcome.explain(FilesystemNotFound(target))
     specific: dict[Cause, ErrorFactory] = {Cause.NOT_LATEST: SnapshotNotLatest, Cause.MISSING: SnapshotNotFound}
-    check(outcome, wanted, "roll back", specific)
+    check(outcome, snapshot, "roll back", specific)

@@ -18,10 +18,10 @@ from sandbox_gateway.zfs.exceptions import (
     StreamTruncated,
 )
 from sandbox_gateway.zfs.listing import lzc_exists
-from sandbox_gateway.zfs.names import Name, new_snapshot_name, pool_of, snapshot_name, text_of
+from sandbox_gateway.zfs.names import Name, decode_name, new_snapshot_name, pool_of, snapshot_name
 from sandbox_gateway.zfs.options import Props, property_options
 from sandbox_gateway.zfs.outcome import ErrorFactory, check
-from sandbox_gateway.zfs.process import TRANSFER_SECONDS
+from sandbox_gateway.zfs.process import TRANSFER_TIMEOUT_SECONDS
 from sandbox_gateway.zfs.run import run
 
 
@@ -31,16 +31,17 @@ def lzc_send(
     fd: int,
     flags: Sequence[str] | None = None,
     *,
-    seconds: float = TRANSFER_SECONDS,
+    seconds: float = TRANSFER_TIMEOUT_SECONDS,
 ) -> None:
     """Write the stream of a snapshot, or of the changes since ``fromsnap``, to ``fd``.
 
-    Raises SnapshotNotFound, SnapshotMismatch, PoolsDiffer, NameInvalid, NameTooLong, FeatureNotSupported (``flags``).
+    Raises FeatureNotSupported if there are ``flags``. Also raises SnapshotNotFound, SnapshotMismatch, PoolsDiffer,
+    NameInvalid, NameTooLong.
     """
     target = snapshot_name(snapname)
     if flags:
         raise FeatureNotSupported(target).with_details(
-            "not every version of ZFS can receive streams with flags: pass none"
+            "not every version of ZFS can receive streams with flags: pass no flags"
         )
     start = [] if fromsnap is None else ["-i", snapshot_name(fromsnap)]
     if start and pool_of(start[1]) != pool_of(target):
@@ -58,22 +59,23 @@ def lzc_receive(
     origin: Name | None = None,
     props: Props = None,
     *,
-    seconds: float = TRANSFER_SECONDS,
+    seconds: float = TRANSFER_TIMEOUT_SECONDS,
 ) -> None:
-    """Create the snapshot ``snapname`` (and its filesystem, unmounted) from the stream on ``fd``.
+    """Create the snapshot ``snapname`` from the stream on ``fd``. Creates its filesystem, unmounted, if necessary.
 
-    Raises DatasetExists, StreamMismatch, DestinationModified, BadStream, DatasetNotFound, NoSpace, QuotaExceeded,
-    DatasetBusy; FeatureNotSupported for ``props`` and ``raw`` on zfs-fuse (it finds ``origin`` by itself).
+    zfs-fuse ignores ``origin`` if it exists, and does not support ``props`` and ``raw``: they cause
+    FeatureNotSupported. Also raises DatasetExists, StreamMismatch, DestinationModified, BadStream, DatasetNotFound,
+    NoSpace, QuotaExceeded, DatasetBusy.
     """
     target = new_snapshot_name(snapname)
     options = ["-u", *(["-F"] if force else [])]
     if not detect_capabilities().receive_options:
         if props or raw:
             raise FeatureNotSupported(target).with_details(
-                "zfs-fuse receives streams without options: pass no props, and raw=False"
+                "zfs-fuse cannot receive streams with options: pass no props, and raw=False"
             )
         if origin is not None and not lzc_exists(snapshot_name(origin)):
-            raise DatasetNotFound(text_of(origin))
+            raise DatasetNotFound(decode_name(origin))
     else:
         options += property_options(props)
         options += [] if origin is None else ["-o", f"origin={snapshot_name(origin)}"]

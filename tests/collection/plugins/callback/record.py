@@ -1,4 +1,4 @@
-"""Writes the result of every task as a line of JSON to the file that RECORD_FILE names."""
+"""Write the result of every task as a line of JSON to the file RECORD_FILE."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A connection that does not count as local but reaches this machine, for tests of tasks that run as a module."""
+"""A connection to this machine that does not count as local, for tests of tasks that run as a module."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from ansible.plugins.connection.local import Connection as LocalConnection
 
 DOCUMENTATION = r"""
 name: elsewhere
-short_description: Reach this machine as if it was another
+short_description: Reach this machine as if it were another
 description: For tests.
 extends_documentation_fragment: [connection_pipelining]
 """

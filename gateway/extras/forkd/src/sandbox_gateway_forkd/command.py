@@ -19,7 +19,7 @@ from sandbox_gateway_forkd.port import DEFAULT_TARGET, Port, bind
 LEASE_SECONDS = 60.0
 """How long sandboxes outlive this program if it is killed."""
 END_SECONDS = 4.0
-"""Time limit for removing the sandboxes at the end. forkd's client waits five seconds."""
+"""Time limit for removing the sandboxes on exit; forkd's client waits five seconds."""
 _EXIT_FAILED = 1
 _WARNING = (
     "Anyone who can connect to the port can run anything in the sandbox, because the protocol has no "
@@ -33,7 +33,7 @@ Result = TypeVar("Result")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    options = _parser().parse_args(argv)
+    options = _build_parser().parse_args(argv)
     try:
         asyncio.run(options.run(options))
     except Failure as failure:
@@ -42,7 +42,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     return 0
 
 
-def _parser() -> argparse.ArgumentParser:
+def _build_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="forkd", description="Serve sandboxes of a gateway to forkd's Python client.", epilog=_ENVIRONMENT
     )
@@ -64,21 +64,21 @@ def _parser() -> argparse.ArgumentParser:
     fork = commands.add_parser(
         "fork",
         parents=[port],
-        help="create sandboxes, serve the port of the first, remove them at the end",
+        help="create sandboxes, serve the port of the first, and remove them on exit",
         description=f"Creates sandboxes from a snapshot or template and serves the port of the first. {_WARNING}",
         epilog=_ENVIRONMENT,
     )
     fork.add_argument("--tag", required=True, help="the snapshot or template")
-    fork.add_argument("-n", type=_count, default=1, metavar="N", help="number of sandboxes (default 1)")
+    fork.add_argument("-n", type=_parse_count, default=1, metavar="N", help="number of sandboxes (default 1)")
     fork.add_argument(
-        "--settle-secs", type=_seconds, metavar="S", help="end after S seconds (default: run until stopped)"
+        "--settle-secs", type=_parse_seconds, metavar="S", help="exit after S seconds (default: run until stopped)"
     )
     fork.set_defaults(run=_fork)
     attach = commands.add_parser(
         "attach",
         parents=[port],
         help="serve the port of an existing sandbox",
-        description=f"Serves the port of an existing sandbox, which remains when this command ends. {_WARNING}",
+        description=f"Serves the port of an existing sandbox, which remains when this command exits. {_WARNING}",
         epilog=_ENVIRONMENT,
     )
     attach.add_argument("sandbox", metavar="SANDBOX", help="its id or name")
@@ -86,84 +86,91 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _count(text: str) -> int:
+def _parse_count(text: str) -> int:
     if not text.isascii() or not text.isdigit() or not 1 <= int(text) <= 1000:
-        raise argparse.ArgumentTypeError("must be a whole number from 1 to 1000")
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number of sandboxes: use a whole number from 1 to 1000")
     return int(text)
 
 
-def _seconds(text: str) -> float:
+def _parse_seconds(text: str) -> float:
     try:
         seconds = float(text)
     except ValueError:
         seconds = -1
     if not 0 <= seconds <= 1e9:
-        raise argparse.ArgumentTypeError("must be a number of seconds greater than 0")
+        raise argparse.ArgumentTypeError(f"{text!r} is not a valid time: use a number of seconds from 0 to 1e9")
     return seconds
 
 
-def _gateway() -> Gateway:
+def _open_gateway() -> Gateway:
     return Gateway(os.environ.get("FORKD_URL") or DEFAULT_URL, os.environ.get("FORKD_TOKEN", ""))
 
 
 async def _fork(options: argparse.Namespace) -> None:
     stop = _stop_event()
-    with contextlib.closing(bind(options.listen, remote=options.remote)) as bound:
-        async with _gateway() as gateway:
-            made = await _run_unless_stopped(stop, gateway.spawn(options.tag, options.n, LEASE_SECONDS))
-            if made is None:
+    with contextlib.closing(bind(options.listen, remote=options.remote)) as listener:
+        async with _open_gateway() as gateway:
+            sandboxes = await _run_unless_stopped(stop, gateway.spawn(options.tag, options.n, LEASE_SECONDS))
+            if sandboxes is None:
                 return
             try:
-                print(*made, sep="\n", flush=True)
-                await _serve(gateway, made, bound, stop, options.settle_secs)
+                print(*sandboxes, sep="\n", flush=True)
+                await _serve(gateway, sandboxes, listener, stop, options.settle_secs)
             finally:
-                await _end(gateway, made)
+                await _remove_sandboxes(gateway, sandboxes)
 
 
 async def _serve(
-    gateway: Gateway, made: list[str], bound: socket.socket, stop: asyncio.Event, seconds: float | None
+    gateway: Gateway, sandboxes: list[str], listener: socket.socket, stop: asyncio.Event, seconds: float | None
 ) -> None:
-    """Serve the port until ``stop`` is set or ``seconds`` have passed. Raises Failure if the first sandbox is gone."""
-    server = await Port(gateway, made[0]).listen(bound)
-    stopped, kept = asyncio.create_task(stop.wait()), asyncio.create_task(_keep(gateway, made))
+    """Serve the port until ``stop`` is set or ``seconds`` have passed.
+
+    Raises Failure if the first sandbox has been removed.
+    """
+    server = await Port(gateway, sandboxes[0]).listen(listener)
+    stop_task, renewal = asyncio.create_task(stop.wait()), asyncio.create_task(_renew_leases(gateway, sandboxes))
     try:
-        done, _ = await asyncio.wait({stopped, kept}, timeout=seconds, return_when=asyncio.FIRST_COMPLETED)
-        if kept in done:
-            kept.result()
+        finished, _ = await asyncio.wait({stop_task, renewal}, timeout=seconds, return_when=asyncio.FIRST_COMPLETED)
+        if renewal in finished:
+            renewal.result()
     finally:
         server.close()
-        stopped.cancel()
-        kept.cancel()
+        stop_task.cancel()
+        renewal.cancel()
 
 
-async def _keep(gateway: Gateway, made: list[str]) -> None:
-    """Renew the sandboxes' leases for as long as the first sandbox exists. Tolerates restarts of the gateway."""
+async def _renew_leases(gateway: Gateway, sandboxes: list[str]) -> None:
+    """Renew the sandboxes' leases until the first sandbox is removed, which raises Failure.
+
+    Tolerates restarts of the gateway.
+    """
     while True:
         await asyncio.sleep(LEASE_SECONDS / 3)
-        for failure in await gateway.prolong(made[:1], LEASE_SECONDS):
+        for failure in await gateway.renew_leases(sandboxes[:1], LEASE_SECONDS):
             if failure.status == 404:
                 raise failure
-        await gateway.prolong(made[1:], LEASE_SECONDS)
+        await gateway.renew_leases(sandboxes[1:], LEASE_SECONDS)
 
 
-async def _end(gateway: Gateway, made: list[str]) -> None:
-    """Remove the sandboxes. Already removed ones are not a failure."""
+async def _remove_sandboxes(gateway: Gateway, sandboxes: list[str]) -> None:
+    """Remove the sandboxes; those already removed are not failures. Raises Failure."""
     try:
         async with asyncio.timeout(END_SECONDS):
-            failures = [failure for failure in await gateway.kill(made) if failure.status != 404]
+            failures = [failure for failure in await gateway.kill(sandboxes) if failure.status != 404]
     except TimeoutError:
-        failures = [Failure("the gateway did not answer in time")]
+        failures = [Failure("the gateway did not respond in time")]
     if failures:
         raise Failure(f"some sandboxes could not be removed ({failures[0]}): the gateway removes them within a minute")
 
 
 async def _attach(options: argparse.Namespace) -> None:
     stop = _stop_event()
-    with contextlib.closing(bind(options.listen, remote=options.remote)) as bound:
-        async with _gateway() as gateway:
-            if await _run_unless_stopped(stop, gateway.ask(options.sandbox, "ping", seconds=END_SECONDS)) is None:
+    with contextlib.closing(bind(options.listen, remote=options.remote)) as listener:
+        async with _open_gateway() as gateway:
+            ping = gateway.call_sandbox(options.sandbox, "ping", seconds=END_SECONDS)
+            if await _run_unless_stopped(stop, ping) is None:
                 return
-            server = await Port(gateway, options.sandbox).listen(bound)
+            server = await Port(gateway, options.sandbox).listen(listener)
             print(f"listening on {options.listen}", flush=True)
             try:
                 await stop.wait()
@@ -180,9 +187,9 @@ def _stop_event() -> asyncio.Event:
 
 async def _run_unless_stopped(stop: asyncio.Event, work: Coroutine[Any, Any, Result]) -> Result | None:
     """Return the result of ``work``; None if ``stop`` was set first and ``work`` could still be cancelled."""
-    worker, stopped = asyncio.create_task(work), asyncio.create_task(stop.wait())
-    await asyncio.wait({worker, stopped}, return_when=asyncio.FIRST_COMPLETED)
-    stopped.cancel()
+    worker, stop_task = asyncio.create_task(work), asyncio.create_task(stop.wait())
+    await asyncio.wait({worker, stop_task}, return_when=asyncio.FIRST_COMPLETED)
+    stop_task.cancel()
     worker.cancel()
     await asyncio.wait({worker})
     return None if worker.cancelled() else worker.result()

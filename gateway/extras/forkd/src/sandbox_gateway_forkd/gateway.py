@@ -10,15 +10,15 @@ from urllib.parse import quote
 import httpx
 
 DEFAULT_URL = "http://127.0.0.1:8889"
-"""The default of forkd's own client."""
+"""The URL that forkd's own client uses by default."""
 CONNECT_SECONDS = 10.0
 CALL_SECONDS = 30.0
 SPAWN_SECONDS = 600.0
-_AT_ONCE = 16
+_MAX_CONCURRENT_REQUESTS = 16
 
 
 class Failure(Exception):
-    """An error message for the user; ``status``: the HTTP status of the gateway's answer, 0 without one."""
+    """An error to show to the user. ``status``: the HTTP status of the gateway's response; 0 without a response."""
 
     def __init__(self, message: str, status: int = 0) -> None:
         super().__init__(message)
@@ -53,68 +53,68 @@ class Gateway:
     async def call(
         self, method: str, route: str, body: dict[str, Any] | None = None, *, seconds: float = CALL_SECONDS
     ) -> Any:
-        """Send a request. Returns the answer's JSON; None if the answer is empty."""
+        """Send a request. Returns the JSON of the response; None if it is empty."""
         timeout = httpx.Timeout(seconds, connect=CONNECT_SECONDS, pool=None)
         try:
-            answer = await self._http.request(method, route, json=body, timeout=timeout)
-            found = answer.json() if answer.content else None
+            response = await self._http.request(method, route, json=body, timeout=timeout)
+            data = response.json() if response.content else None
         except httpx.ConnectError as error:
             raise Failure(
                 f"the gateway at {self._url} cannot be reached ({error}): start it, or set FORKD_URL to its address"
             ) from None
         except httpx.TimeoutException:
-            raise Failure(f"the gateway at {self._url} did not answer in time: try again, or look at its log") from None
+            raise Failure(f"the gateway at {self._url} did not respond in time: try again, or check its log") from None
         except httpx.HTTPError as error:
-            raise Failure(f"the connection to the gateway at {self._url} broke ({error}): try again") from None
+            raise Failure(f"the connection to the gateway at {self._url} was lost ({error}): try again") from None
         except (ValueError, httpx.InvalidURL) as error:
             raise Failure(
-                f"invalid request or answer at {self._url} ({error}): check that FORKD_URL is the address of a gateway"
+                f"invalid request to or response from {self._url} ({error}): check that FORKD_URL names a gateway"
             ) from None
-        if answer.is_success:
-            return found
-        raise Failure(_sentence(answer.status_code, found), answer.status_code)
+        if response.is_success:
+            return data
+        raise Failure(_error_message(response.status_code, data), response.status_code)
 
     async def spawn(self, tag: str, count: int, lease: float) -> list[str]:
         """Create sandboxes that end after ``lease`` seconds unless the lease is renewed. Returns their ids."""
         body = {"snapshot_tag": tag, "n": count, "timeout": lease}
-        made = await self.call("POST", "/v1/sandboxes", body, seconds=SPAWN_SECONDS)
+        created = await self.call("POST", "/v1/sandboxes", body, seconds=SPAWN_SECONDS)
         try:
-            ids = [str(each["id"]) for each in made]
+            ids = [str(sandbox["id"]) for sandbox in created]
         except (KeyError, TypeError):
             ids = []
         if len(ids) != count:
             raise Failure(f"the server at {self._url} is not a gateway: set FORKD_URL to a gateway's address")
         return ids
 
-    async def prolong(self, sandboxes: Sequence[str], lease: float) -> list[Failure]:
-        """Renew the leases: ``lease`` seconds from now. Returns the failures."""
-        return await self._each("POST", "/sandboxes/{}/timeout", sandboxes, {"timeout": lease})
+    async def renew_leases(self, sandboxes: Sequence[str], lease: float) -> list[Failure]:
+        """Set the sandboxes to end ``lease`` seconds from now. Returns the failures."""
+        return await self._call_for_each("POST", "/sandboxes/{}/timeout", sandboxes, {"timeout": lease})
 
     async def kill(self, sandboxes: Sequence[str]) -> list[Failure]:
-        return await self._each("DELETE", "/v1/sandboxes/{}", sandboxes, None)
+        return await self._call_for_each("DELETE", "/v1/sandboxes/{}", sandboxes, None)
 
-    async def ask(self, sandbox: str, verb: str, body: dict[str, Any] | None = None, *, seconds: float) -> Any:
+    async def call_sandbox(self, sandbox: str, verb: str, body: dict[str, Any] | None = None, *, seconds: float) -> Any:
         """Send a request to a sandbox. ``verb``: exec, eval or ping."""
         return await self.call("POST", f"/v1/sandboxes/{quote(sandbox, safe='')}/{verb}", body, seconds=seconds)
 
-    async def _each(
+    async def _call_for_each(
         self, method: str, route: str, sandboxes: Sequence[str], body: dict[str, Any] | None
     ) -> list[Failure]:
-        gate = asyncio.Semaphore(_AT_ONCE)
+        semaphore = asyncio.Semaphore(_MAX_CONCURRENT_REQUESTS)
 
-        async def one(sandbox: str) -> Failure | None:
-            async with gate:
+        async def call_for(sandbox: str) -> Failure | None:
+            async with semaphore:
                 try:
                     await self.call(method, route.format(quote(sandbox, safe="")), body)
                 except Failure as failure:
                     return failure
             return None
 
-        return [failure for failure in await asyncio.gather(*map(one, sandboxes)) if failure]
+        return [failure for failure in await asyncio.gather(*map(call_for, sandboxes)) if failure]
 
 
-def _sentence(status: int, body: Any) -> str:
+def _error_message(status: int, body: Any) -> str:
     if isinstance(body, dict) and isinstance(body.get("error"), str):
         sentence: str = body["error"]
         return f"{sentence} (set FORKD_TOKEN)" if status == 401 else sentence
-    return f"the gateway answered {status}"
+    return f"the gateway responded with HTTP status {status} and no error message: check its log"

@@ -1,4 +1,4 @@
-"""The port that forkd's class `Sandbox` connects to: one line of JSON for each request and each answer.
+"""The port that forkd's class `Sandbox` connects to: one line of JSON per request and per response.
 
 Requests: `{action: "exec", args, timeout}`, `{action: "eval", code}`, `{action: "ping"}`. Anyone who can
 connect to it can run anything in the sandbox: the protocol has no authentication.
@@ -18,18 +18,21 @@ from sandbox_gateway_forkd.gateway import Failure, Gateway
 
 DEFAULT_TARGET = "10.42.0.2:8888"
 """The address that forkd's client connects to by default."""
-LONGEST_LINE = 2 << 20
-MOST_CONNECTIONS = 32
+MAX_LINE_BYTES = 2 << 20
+MAX_CONNECTIONS = 32
 IDLE_SECONDS = 30.0
-"""How long a client may take to send a request or to read an answer."""
-RUN_SECONDS = 30.0
+"""How long a client may take to send a request or to read a response."""
+DEFAULT_TIMEOUT_SECONDS = 30.0
 _MARGIN_SECONDS = 35.0
 """Extra time that the gateway may take beyond a command's timeout."""
-_LONGEST_SECONDS = 604_800.0
+_MAX_TIMEOUT_SECONDS = 604_800.0
 
 
 def bind(target: str, *, remote: bool) -> socket.socket:
-    """Bind an address without listening yet. ``remote``: allow one that other machines can reach. Raises Failure."""
+    """Bind a socket to an address, but do not listen yet. Raises Failure.
+
+    ``remote``: allow an address that other machines can reach.
+    """
     try:
         parts = urlsplit(f"//{target}")
         host, port = parts.hostname, parts.port
@@ -43,22 +46,22 @@ def bind(target: str, *, remote: bool) -> socket.socket:
         raise Failure(
             f"the host name in {target} cannot be resolved ({error}): use an IP address, or check the name"
         ) from None
-    bound = socket.socket(family, kind, protocol)
+    listener = socket.socket(family, kind, protocol)
     try:
-        bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        bound.bind(address)
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind(address)
         if not remote and not ipaddress.ip_address(str(address[0]).partition("%")[0]).is_loopback:
             raise Failure(
                 f"other machines can reach {target}, and this port has no authentication: set "
                 "FORKD_TARGET=127.0.0.1:8888, or allow it with --remote or FORKD_REMOTE=1"
             )
     except OSError as error:
-        bound.close()
+        listener.close()
         _raise_bind_failure(target, error)
     except BaseException:
-        bound.close()
+        listener.close()
         raise
-    return bound
+    return listener
 
 
 def _raise_bind_failure(target: str, error: OSError) -> NoReturn:
@@ -66,32 +69,32 @@ def _raise_bind_failure(target: str, error: OSError) -> NoReturn:
         raise Failure(f"{target} is not an address of this machine: set FORKD_TARGET=127.0.0.1:8888") from None
     if error.errno == errno.EADDRINUSE:
         raise Failure(
-            f"another program already listens on {target}, perhaps for another sandbox: end it, or set "
+            f"another program already listens on {target}, perhaps for another sandbox: stop it, or set "
             "FORKD_TARGET to another port"
         ) from None
     raise Failure(f"cannot listen on {target} ({error.strerror}): set FORKD_TARGET to another address") from None
 
 
 class Port:
-    """A server for one sandbox."""
+    """A server that forwards requests to one sandbox."""
 
     def __init__(self, gateway: Gateway, sandbox: str) -> None:
         self._gateway = gateway
         self._sandbox = sandbox
         self._connections = 0
 
-    async def listen(self, bound: socket.socket) -> asyncio.Server:
-        return await asyncio.start_server(self._serve_connection, sock=bound, limit=LONGEST_LINE)
+    async def listen(self, listener: socket.socket) -> asyncio.Server:
+        return await asyncio.start_server(self._serve_connection, sock=listener, limit=MAX_LINE_BYTES)
 
     async def _serve_connection(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         self._connections += 1
         try:
-            if self._connections > MOST_CONNECTIONS:
-                await _send_answer(
-                    writer, _refusal(f"the limit of {MOST_CONNECTIONS} connections is reached: try again later")
+            if self._connections > MAX_CONNECTIONS:
+                await _send_response(
+                    writer, _error_response(f"the limit of {MAX_CONNECTIONS} connections is reached: try again later")
                 )
             else:
-                await self._converse(reader, writer)
+                await self._serve_requests(reader, writer)
             writer.close()
         except (OSError, TimeoutError):
             # The client disconnected, or neither sends nor reads.
@@ -99,7 +102,7 @@ class Port:
         finally:
             self._connections -= 1
 
-    async def _converse(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    async def _serve_requests(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         while True:
             try:
                 async with asyncio.timeout(IDLE_SECONDS):
@@ -107,73 +110,75 @@ class Port:
             except asyncio.IncompleteReadError as end:
                 line = end.partial
             except asyncio.LimitOverrunError:
-                await _send_answer(
-                    writer, _refusal(f"the request is longer than {LONGEST_LINE} bytes: send less at a time")
+                await _send_response(
+                    writer, _error_response(f"the request is longer than {MAX_LINE_BYTES} bytes: send less at a time")
                 )
                 return
             if not line:
                 return
             if not line.lstrip().startswith(b"{"):
                 # It may be HTTP from a web page in someone's browser: its body must not be parsed as a request.
-                await _send_answer(writer, _refusal("the request is not a line with a JSON object"))
+                await _send_response(
+                    writer, _error_response("the request is not a line with a JSON object: send one object per line")
+                )
                 return
-            await _send_answer(writer, await self.answer(line))
+            await _send_response(writer, await self.handle_line(line))
 
-    async def answer(self, line: bytes) -> dict[str, Any]:
-        """Answer a request line like forkd's agent.
+    async def handle_line(self, line: bytes) -> dict[str, Any]:
+        """Handle a request line as forkd's agent would.
 
-        Supports only the requests that the gateway has an equivalent of.
+        Supports only the requests that have an equivalent in the gateway.
         """
         try:
             request = json.loads(line, parse_constant=_reject_constant)
             if not isinstance(request, dict):
                 raise ValueError("not an object")
         except (ValueError, RecursionError) as error:
-            return _refusal(f"the request is not a line with a JSON object: {error}")
+            return _error_response(f"the request is not a line with a JSON object ({error}): send one object per line")
         try:
             return await self._perform(request)
         except Failure as failure:
-            return _refusal(str(failure))
+            return _error_response(str(failure))
         except (KeyError, TypeError, ValueError):
-            return _refusal(
-                "the gateway's answer is not in forkd's dialect: check that FORKD_URL is the address of a gateway"
+            return _error_response(
+                "the gateway's response has an unexpected format: check that FORKD_URL is the address of a gateway"
             )
 
     async def _perform(self, request: dict[str, Any]) -> dict[str, Any]:
         action = request.get("action")
         if action == "ping":
-            return dict(await self._ask("ping", None, RUN_SECONDS))
+            return dict(await self._call_sandbox("ping", None, DEFAULT_TIMEOUT_SECONDS))
         if action == "exec":
-            seconds = request.get("timeout", RUN_SECONDS)
+            seconds = request.get("timeout", DEFAULT_TIMEOUT_SECONDS)
             body = {"args": request.get("args"), "timeout_secs": seconds}
-            return dict(await self._ask("exec", body, _timeout_of(seconds)))
+            return dict(await self._call_sandbox("exec", body, _timeout_of(seconds)))
         if action == "eval":
-            told = await self._ask("eval", {"code": request.get("code")}, RUN_SECONDS)
-            if told["error"] is not None:
-                return {"error": told["error"], "exit_code": told["exit_code"] or 1}
-            return {"result": told["result"], "exit_code": told["exit_code"]}
+            evaluation = await self._call_sandbox("eval", {"code": request.get("code")}, DEFAULT_TIMEOUT_SECONDS)
+            if evaluation["error"] is not None:
+                return {"error": evaluation["error"], "exit_code": evaluation["exit_code"] or 1}
+            return {"result": evaluation["result"], "exit_code": evaluation["exit_code"]}
         raise Failure(f"unknown action {str(action)[:80]!r}: use exec, eval or ping")
 
-    async def _ask(self, verb: str, body: dict[str, Any] | None, seconds: float) -> Any:
-        return await self._gateway.ask(self._sandbox, verb, body, seconds=seconds + _MARGIN_SECONDS)
+    async def _call_sandbox(self, verb: str, body: dict[str, Any] | None, seconds: float) -> Any:
+        return await self._gateway.call_sandbox(self._sandbox, verb, body, seconds=seconds + _MARGIN_SECONDS)
 
 
 def _timeout_of(seconds: object) -> float:
     """Return how long to wait for a command. The gateway refuses invalid times itself."""
-    if isinstance(seconds, int | float) and 0 < seconds <= _LONGEST_SECONDS:
+    if isinstance(seconds, int | float) and 0 < seconds <= _MAX_TIMEOUT_SECONDS:
         return float(seconds)
-    return RUN_SECONDS
+    return DEFAULT_TIMEOUT_SECONDS
 
 
 def _reject_constant(word: str) -> NoReturn:
     raise ValueError(f"{word} is not a number")
 
 
-def _refusal(sentence: str) -> dict[str, Any]:
+def _error_response(sentence: str) -> dict[str, Any]:
     return {"error": sentence, "exit_code": 1}
 
 
-async def _send_answer(writer: asyncio.StreamWriter, answer: dict[str, Any]) -> None:
-    writer.write(json.dumps(answer).encode() + b"\n")
+async def _send_response(writer: asyncio.StreamWriter, response: dict[str, Any]) -> None:
+    writer.write(json.dumps(response).encode() + b"\n")
     async with asyncio.timeout(IDLE_SECONDS):
         await writer.drain()

@@ -1,1 +1,1 @@
-"""Keys and scopes (auth), tokens for the ports of sandboxes (ports), limits on request bodies (limits)."""
+"""Access control: API keys and scopes (auth), access to sandbox ports (ports), limits on request bodies (limits)."""

@@ -62,11 +62,11 @@ class Keys:
 
     def find(self, secret: str) -> Caller | None:
         """Return the caller that a key belongs to. Compares it with every key, each in constant time."""
-        offered, found = digest(secret), None
+        offered_digest, caller = digest(secret), None
         for key in self._keys:
-            if hmac.compare_digest(key.digest, offered):
-                found = Caller(key.name, key.permission)
-        return found
+            if hmac.compare_digest(key.digest, offered_digest):
+                caller = Caller(key.name, key.permission)
+        return caller
 
     @classmethod
     def load(cls, path: Path) -> Keys:
@@ -80,11 +80,11 @@ class Keys:
                 f"the key file {path} does not exist: create it with a line `name admin key`, mode 0600"
             ) from None
         except (OSError, UnicodeDecodeError) as error:
-            raise Invalid(f"the the key file {path} cannot be read: {error}") from None
+            raise Invalid(f"the key file {path} cannot be read ({error}): check the file and its permissions") from None
         keys: dict[str, Key] = {}
         for number, line in enumerate(lines, 1):
             if line.strip() and not line.lstrip().startswith("#"):
-                key = _parse(line, f"key file {path}, line {number}")
+                key = _parse_line(line, f"key file {path}, line {number}")
                 if key.name in keys:
                     raise Invalid(
                         f"key file {path}, line {number}: the name {key.name!r} occurs twice: give each key its "
@@ -101,10 +101,10 @@ def _check_mode(path: Path, status: os.stat_result) -> None:
         raise Invalid(f"the key file {path} belongs to user {status.st_uid}: run chown root {path}")
 
 
-def _parse(line: str, where: str) -> Key:
+def _parse_line(line: str, where: str) -> Key:
     words = line.split()
     if len(words) != 3:
-        raise Invalid(f"{where}: expected three words, `name scope key`")
+        raise Invalid(f"{where}: a line has three words, not {len(words)}: write `name scope key`")
     name, scope, secret = words
     try:
         check_name(name)
@@ -112,16 +112,19 @@ def _parse(line: str, where: str) -> Key:
     except ValueError as error:
         raise Invalid(f"{where}: {error}") from None
     except KeyError:
-        raise Invalid(f"{where}: the scope must be read, exec or admin") from None
+        raise Invalid(f"{where}: the scope {scope!r} is unknown: use read, exec or admin") from None
     if len(secret) < MIN_KEY_LENGTH:
-        raise Invalid(f"{where}: a key has at least {MIN_KEY_LENGTH} characters; `openssl rand -hex 32` makes one")
+        raise Invalid(
+            f"{where}: the key is {len(secret)} characters long, but needs at least {MIN_KEY_LENGTH}: create one with "
+            "`openssl rand -hex 32`"
+        )
     return Key(name, permission, digest(secret))
 
 
 class LocalPeer:
-    """Wraps the application of the unix socket's listener: anyone who can open the socket has administrator rights.
+    """Middleware for the unix socket: anyone who can open the socket has administrator rights.
 
-    It marks the ASGI scope of the connection, which no header can change.
+    It marks the ASGI scope of the connection, which headers cannot change.
     """
 
     def __init__(self, app: ASGIApp) -> None:
@@ -134,11 +137,11 @@ class LocalPeer:
 
 def presented_secrets(headers: Headers) -> list[str]:
     """Return the secrets that a request sends as API keys."""
-    offered = [headers.get("x-api-key", "")]
+    secrets = [headers.get("x-api-key", "")]
     scheme, _, value = headers.get("authorization", "").partition(" ")
     if scheme.lower() == "bearer":
-        offered.append(value.strip())
-    return [secret for secret in offered if secret]
+        secrets.append(value.strip())
+    return [secret for secret in secrets if secret]
 
 
 def identify(scope: Scope, keys: Keys) -> Caller | None:
@@ -146,8 +149,8 @@ def identify(scope: Scope, keys: Keys) -> Caller | None:
     if scope.get(_LOCAL):
         caller: Caller | None = Caller("local", Permission.ADMIN)
     else:
-        found = [keys.find(secret) for secret in presented_secrets(Headers(scope=scope))]
-        caller = max((one for one in found if one), key=lambda one: one.permission, default=None)
+        callers = [keys.find(secret) for secret in presented_secrets(Headers(scope=scope))]
+        caller = max((known for known in callers if known), key=lambda known: known.permission, default=None)
     if caller:
         scope[_CALLER] = caller
     return caller
@@ -159,7 +162,7 @@ def caller_of(scope: Scope) -> Caller:
     return caller
 
 
-def unauthorized(scope: Scope, keys: Keys) -> Unauthorized:
+def unauthorized_error(scope: Scope, keys: Keys) -> Unauthorized:
     if not len(keys):
         return Unauthorized("no API key is configured for this address: set server.key_file, or use the unix socket")
     if presented_secrets(Headers(scope=scope)):
@@ -187,17 +190,17 @@ class Authorise:
         if scope["type"] == "http" and scope["path"] not in OPEN_PATHS:
             caller = identify(scope, self.keys)
             if caller is None:
-                raise unauthorized(scope, self.keys)
-            require(caller, required_permission(scope["method"], scope["path"]))
+                raise unauthorized_error(scope, self.keys)
+            require_permission(caller, required_permission(scope["method"], scope["path"]))
         await self.app(scope, receive, send)
 
 
-def require(caller: Caller, permission: Permission) -> None:
+def require_permission(caller: Caller, permission: Permission) -> None:
     if caller.permission < permission:
-        raise insufficient(caller, permission)
+        raise insufficient_scope_error(caller, permission)
 
 
-def insufficient(caller: Caller, permission: Permission) -> Forbidden:
+def insufficient_scope_error(caller: Caller, permission: Permission) -> Forbidden:
     return Forbidden(
         f"the key {caller.name!r} has scope {caller.permission.name.lower()}, but this request needs a key "
         f"with scope {permission.name.lower()}"

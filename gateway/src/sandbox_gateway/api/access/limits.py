@@ -19,25 +19,26 @@ class TooLarge(OverQuota):
 
     def __init__(self) -> None:
         super().__init__(
-            f"the body is larger than {MAX_BODY_BYTES >> 20} MiB: send less; files go through the data plane"
+            f"the body is larger than {MAX_BODY_BYTES >> 20} MiB: send a smaller one, or upload files through the data "
+            "plane"
         )
 
 
 class TooSlow(GatewayError):
-    """The client stopped sending in the middle of its request; the rest may still arrive."""
+    """The client sends its request too slowly; the rest may still arrive."""
 
     kind = "timeout"
     status = 408
 
     @classmethod
-    def whole(cls, seconds: float) -> TooSlow:
+    def for_whole_body(cls, seconds: float) -> TooSlow:
         return cls(
             f"the request body did not arrive within {seconds:g} s (server.request_seconds): send it faster, or "
             "send less"
         )
 
     @classmethod
-    def stalled(cls, seconds: float) -> TooSlow:
+    def for_stalled_body(cls, seconds: float) -> TooSlow:
         return cls(
             f"no data of the request body arrived for {seconds:g} s (server.stalled_seconds): send the request again"
         )
@@ -46,13 +47,14 @@ class TooSlow(GatewayError):
 class BodyLimit:
     """Middleware that limits the size and duration of request bodies.
 
-    Raises TooLarge beyond LARGEST_BODY bytes, TooSlow after ``seconds``, Busy if all bodies together exceed MOST_HELD.
+    Raises TooLarge beyond MAX_BODY_BYTES, TooSlow after ``seconds``, and Busy if all bodies together exceed
+    MAX_HELD_BYTES.
     """
 
     def __init__(self, app: ASGIApp, seconds: float) -> None:
         self.app = app
         self.seconds = seconds
-        self._held = 0
+        self._held_bytes = 0
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -61,29 +63,29 @@ class BodyLimit:
         declared = Headers(scope=scope).get("content-length", "0")
         if declared.isdigit() and int(declared) > MAX_BODY_BYTES:
             raise TooLarge
-        due: float | None = asyncio.get_running_loop().time() + self.seconds
-        seen = 0
+        deadline: float | None = asyncio.get_running_loop().time() + self.seconds
+        received_bytes = 0
 
-        async def counted() -> Message:
-            nonlocal seen, due
+        async def receive_counted() -> Message:
+            nonlocal received_bytes, deadline
             try:
-                async with asyncio.timeout_at(due):
+                async with asyncio.timeout_at(deadline):
                     message = await receive()
             except TimeoutError:
-                raise TooSlow.whole(self.seconds) from None
+                raise TooSlow.for_whole_body(self.seconds) from None
             if not message.get("more_body"):
                 # After the body, only the client's disconnect follows, at any time.
-                due = None
+                deadline = None
             size = len(message.get("body", b""))
-            seen += size
-            self._held += size
-            if seen > MAX_BODY_BYTES:
+            received_bytes += size
+            self._held_bytes += size
+            if received_bytes > MAX_BODY_BYTES:
                 raise TooLarge
-            if self._held > MAX_HELD_BYTES:
+            if self._held_bytes > MAX_HELD_BYTES:
                 raise Busy(f"the bodies of all requests exceed {MAX_HELD_BYTES >> 20} MiB: try again later")
             return message
 
         try:
-            await self.app(scope, counted, send)
+            await self.app(scope, receive_counted, send)
         finally:
-            self._held -= seen
+            self._held_bytes -= received_bytes

@@ -1,5 +1,5 @@
-"""Authorise requests to ports in sandboxes: by API key, the sandbox's two tokens, signed URL, or because ports are
-public.
+"""Authorise requests to ports in sandboxes: by API key, by one of the sandbox's two tokens, by signed URL, or without
+a secret if the ports are public.
 
 The tokens are derived from the sandbox's id, even after its removal: a holder of its tokens learns that the sandbox was
 removed, and others cannot distinguish it from an unknown sandbox.
@@ -29,13 +29,13 @@ AGENT_PORTS = frozenset({AGENT_PORT, CODE_PORT})
 TOKEN_HEADER = "x-access-token"
 TRAFFIC_HEADERS = ("e2b-traffic-access-token", "cube-traffic-access-token")
 SECRET_HEADERS = frozenset({"x-api-key", TOKEN_HEADER, *TRAFFIC_HEADERS})
-"""Headers for the gateway only: not passed on to services."""
+"""Headers for the gateway only, which are not forwarded to services."""
 _OPERATIONS = {"GET": "read", "POST": "write"}
 _MAX_DIGITS = 15
 
 
 class NotRunning(GatewayError):
-    """The sandbox has no machine. E2B's clients look for "was not found" in an answer of status 502."""
+    """The sandbox has no running machine. E2B's clients look for "was not found" in responses with status 502."""
 
     status = 502
 
@@ -54,14 +54,14 @@ class NotRunning(GatewayError):
 
 @dataclass(frozen=True)
 class Admission:
-    """The result of ``admit``. ``query`` replaces the query of a signed request: it has only the signed parts."""
+    """The result of ``admit``. ``query``: replaces the query of a signed request, with only its signed fields."""
 
     sandbox: Sandbox
     query: bytes | None = None
 
 
 def traffic_token(engine: Engine, sandbox_id: str) -> str:
-    """Return the sandbox's second token, which is valid for every port except the agent's first."""
+    """Return the sandbox's second token, which is valid for every port except AGENT_PORT."""
     return engine.secret.derive(f"traffic {sandbox_id}")
 
 
@@ -79,22 +79,22 @@ class PortAccess:
         self.keys = keys
 
     def admit(self, scope: Scope, headers: Headers, ref: str, port: int) -> Admission:
-        """Return the sandbox that a request may reach. Raises Unauthorized, Forbidden or NotRunning."""
-        sandbox = self._find(ref)
+        """Return the sandbox that the request may access. Raises Unauthorized, Forbidden or NotRunning."""
+        sandbox = self._find_sandbox(ref)
         id = sandbox.id if sandbox else ref
         caller = auth.identify(scope, self.keys)
         query = None
         if not (caller and caller.permission >= auth.Permission.EXEC):
             open_to_all = sandbox is not None and sandbox.network.allow_public_traffic and port not in AGENT_PORTS
             if not (open_to_all or self._has_token(id, headers, port)):
-                query = self._has_signature(scope, id, port)
+                query = self._verify_signature(scope, id, port)
                 if query is None:
                     raise self._refusal(scope, caller, headers)
         if sandbox is None:
             raise NotRunning.for_missing(ref)
         return Admission(sandbox, query)
 
-    def _find(self, ref: str) -> Sandbox | None:
+    def _find_sandbox(self, ref: str) -> Sandbox | None:
         try:
             return self.engine.sandboxes.get(ref)
         except NotFound:
@@ -104,26 +104,30 @@ class PortAccess:
         offered = [(headers.get(TOKEN_HEADER), self.engine.secret.derive(id))]
         if port != AGENT_PORT:
             offered += [(headers.get(name), traffic_token(self.engine, id)) for name in TRAFFIC_HEADERS]
-        return any(hmac.compare_digest(auth.digest(sent), auth.digest(right)) for sent, right in offered if sent)
+        return any(
+            hmac.compare_digest(auth.digest(offered_token), auth.digest(expected_token))
+            for offered_token, expected_token in offered
+            if offered_token
+        )
 
-    def _has_signature(self, scope: Scope, id: str, port: int) -> bytes | None:
+    def _verify_signature(self, scope: Scope, id: str, port: int) -> bytes | None:
         if port != AGENT_PORT or scope["type"] != "http" or scope.get("raw_path") != b"/files":
             return None
         return signed_query(scope["method"], scope.get("query_string", b""), self.engine.secret.derive(id), time.time())
 
     def _refusal(self, scope: Scope, caller: auth.Caller | None, headers: Headers) -> GatewayError:
         if caller:
-            return auth.insufficient(caller, auth.Permission.EXEC)
+            return auth.insufficient_scope_error(caller, auth.Permission.EXEC)
         if any(name in headers for name in (TOKEN_HEADER, *TRAFFIC_HEADERS)):
             return Unauthorized(
-                "no sandbox with that id has this access token, or the token is not valid for this port"
+                "no sandbox with that id has this access token, or the token is not valid for this port: "
+                "GET /sandboxes/ID returns the tokens of a sandbox"
             )
-        return auth.unauthorized(scope, self.keys)
+        return auth.unauthorized_error(scope, self.keys)
 
 
 def signed_query(method: str, query: bytes, token: str, now: float) -> bytes | None:
-    """Return the query to pass on for a `/files` URL that E2B's clients signed with ``token``; None if it is not
-    signed.
+    """Return the query to forward for a `/files` URL that a client signed with ``token``; None without a signature.
 
     The signature is over `path:operation:user:token[:expiration]`. A user name with a colon is refused: parts of the
     path, or the operation, could be moved into it. Raises Unauthorized for an expired signature.
@@ -133,20 +137,20 @@ def signed_query(method: str, query: bytes, token: str, now: float) -> bytes | N
         fields = parse_qsl(query.decode("ascii"), keep_blank_values=True, errors="strict")
     except ValueError:
         return None
-    given = dict(fields)
-    path, user, signature = given.get("path", ""), given.get("username", ""), given.get("signature", "")
-    expiration = given.get("signature_expiration")
-    if operation is None or len(given) != len(fields) or not path or not signature or ":" in user:
+    parameters = dict(fields)
+    path, user, signature = parameters.get("path", ""), parameters.get("username", ""), parameters.get("signature", "")
+    expiration = parameters.get("signature_expiration")
+    if operation is None or len(parameters) != len(fields) or not path or not signature or ":" in user:
         return None
-    raw = f"{path}:{operation}:{user}:{token}"
+    signed_text = f"{path}:{operation}:{user}:{token}"
     if expiration is not None:
         if not (expiration.isascii() and expiration.isdigit() and len(expiration) <= _MAX_DIGITS):
             return None
-        raw += f":{expiration}"
-    right = "v1_" + base64.b64encode(hashlib.sha256(raw.encode()).digest()).rstrip(b"=").decode()
-    if not hmac.compare_digest(signature.encode(), right.encode()):
+        signed_text += f":{expiration}"
+    expected = "v1_" + base64.b64encode(hashlib.sha256(signed_text.encode()).digest()).rstrip(b"=").decode()
+    if not hmac.compare_digest(signature.encode(), expected.encode()):
         return None
     if expiration is not None and now > int(expiration):
         raise Unauthorized("the signature of this URL has expired: create a new URL")
-    passed = {"path": path, "username": user} if user else {"path": path}
-    return urlencode(passed, quote_via=quote).encode()
+    forwarded = {"path": path, "username": user} if user else {"path": path}
+    return urlencode(forwarded, quote_via=quote).encode()

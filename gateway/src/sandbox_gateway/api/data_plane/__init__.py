@@ -1,3 +1,3 @@
-"""The data plane, for ports inside sandboxes: proxy and websocket stream requests, pools and transport hold
+"""The data plane, for ports inside sandboxes: proxy and websocket stream requests, pools and transport manage
 connections.
 """

@@ -25,19 +25,20 @@ _LENGTHS = {126: "!H", 127: "!Q"}
 class Fragments(Protocol):
     """A protocol that pauses parsing after each fragment of a message, and after ``MAX_CONTROLS`` control frames.
 
-    ``receive_data(b"")`` continues with the data already read. ``max_size`` limits a message. There are no extensions.
+    ``receive_data(b"")`` continues with the data already read. ``max_size`` limits a message. Extensions are not
+    supported.
     """
 
     has_more = False
     """A fragment was passed on, and another one may be available without reading more data."""
-    crowded = False
-    """Parsing paused among control frames: no fragment was passed on, and no more data should be read yet."""
+    control_limit_reached = False
+    """Parsing paused after ``MAX_CONTROLS`` control frames without a fragment; no more data may be read yet."""
     _controls = 0
 
     def parse(self) -> Generator[None]:
         try:
             while True:
-                self.has_more = self.crowded = False
+                self.has_more = self.control_limit_reached = False
                 if (yield from self.reader.at_eof()):
                     raise EOFError("unexpected end of stream")
                 yield from self._frame()
@@ -58,7 +59,7 @@ class Fragments(Protocol):
             next(self.parser)
 
     def fail(self, code: CloseCode | int, reason: str = "") -> None:
-        self.has_more = self.crowded = False
+        self.has_more = self.control_limit_reached = False
         super().fail(code, reason)
 
     def _stop(self, error: Exception, code: CloseCode, reason: str) -> None:
@@ -66,17 +67,19 @@ class Fragments(Protocol):
         self.parser_exc = error
 
     def _frame(self) -> Generator[None]:
-        """Parse one frame: a control frame is handled immediately, any other is passed on in fragments."""
+        """Parse one frame: a control frame is handled immediately, any other frame is passed on in fragments."""
         first, second = yield from self.reader.read_exact(2)
-        opcode, fin, length = self._checked(first, second)
+        opcode, fin, length = self._parse_header(first, second)
         if length in _LENGTHS:
             layout = _LENGTHS[length]
             (length,) = struct.unpack(layout, (yield from self.reader.read_exact(struct.calcsize(layout))))
         if opcode in CTRL_OPCODES:
             if length > 125 or not fin:
                 raise ProtocolError("the control frame is too long or fragmented")
-        elif self.max_message_size is not None and length > (most := self.max_message_size - (self.current_size or 0)):
-            raise PayloadTooBig(length, most)
+        elif self.max_message_size is not None and length > (
+            remaining := self.max_message_size - (self.current_size or 0)
+        ):
+            raise PayloadTooBig(length, remaining)
         mask = (yield from self.reader.read_exact(4)) if self.side is SERVER else b""
         while True:
             size = min(length, MAX_FRAGMENT_BYTES)
@@ -91,15 +94,15 @@ class Fragments(Protocol):
                 self._controls += 1
                 if self._controls == MAX_CONTROLS:
                     self._controls = 0
-                    self.has_more = self.crowded = True
+                    self.has_more = self.control_limit_reached = True
                     yield
             if not length:
                 return
             self.has_more = False
             opcode = Opcode.CONT
 
-    def _checked(self, first: int, second: int) -> tuple[Opcode, bool, int]:
-        """Check the first two bytes of a frame. Raises ProtocolError."""
+    def _parse_header(self, first: int, second: int) -> tuple[Opcode, bool, int]:
+        """Return the opcode, FIN bit and length from the first two bytes of a frame. Raises ProtocolError."""
         try:
             opcode = Opcode(first & _OPCODE)
         except ValueError:

@@ -1,6 +1,6 @@
-"""Limit the size of the head of a service's answer.
+"""Limit the size of the head of a service's response.
 
-h11 limits only single heads, but a service may send interim answers (100, 103) endlessly, thousands in one read.
+h11 limits only single heads, but a service may send interim responses (100, 103) endlessly, thousands in one read.
 """
 
 from __future__ import annotations
@@ -12,32 +12,32 @@ import anyio.lowlevel
 import httpcore
 
 MAX_BYTES = 64 << 10
-"""Maximum size of an answer's head, including all interim answers before it."""
-_PIECE = 16 << 10
+"""Maximum size of a response's head, including all interim responses before it."""
+_MAX_PARSED_BYTES = 16 << 10
 """Maximum number of bytes parsed per turn of the event loop."""
-_AT_ONCE = 256 << 10
+_MAX_READ_BYTES = 256 << 10
 """Maximum number of bytes that asyncio reads per turn."""
 _head: ContextVar[Head | None] = ContextVar("head", default=None)
 
 
 class Head:
-    """A counter of the bytes received until the head of one answer is complete. Put its ``trace`` into the request's
+    """A counter of the bytes received until the head of one response is complete. Put its ``trace`` into the request's
     extensions, and send the request from the task that created it."""
 
     def __init__(self) -> None:
-        self._left = MAX_BYTES
-        self.reading = False
+        self._remaining_bytes = MAX_BYTES
+        self.is_reading = False
         _head.set(self)
 
     async def trace(self, event: str, _: dict[str, Any]) -> None:
         if event.startswith("http11.receive_response_headers."):
-            self.reading = event.endswith(".started")
+            self.is_reading = event.endswith(".started")
 
-    def take(self, count: int) -> None:
+    def count(self, size: int) -> None:
         """Count bytes. Raises httpcore.RemoteProtocolError if there are too many."""
-        self._left -= count
-        if self._left < 0:
-            raise httpcore.RemoteProtocolError(f"its answer's head has more than {MAX_BYTES} bytes")
+        self._remaining_bytes -= size
+        if self._remaining_bytes < 0:
+            raise httpcore.RemoteProtocolError(f"the head of its response is longer than {MAX_BYTES} bytes")
 
 
 class CountedStream(httpcore.AsyncNetworkStream):
@@ -49,10 +49,10 @@ class CountedStream(httpcore.AsyncNetworkStream):
 
     async def read(self, max_bytes: int, timeout: float | None = None) -> bytes:
         head = _head.get()
-        if head is None or not head.reading:
+        if head is None or not head.is_reading:
             return await self._read(max_bytes, timeout)
-        data = await self._read(min(max_bytes, _PIECE), timeout)
-        head.take(len(data))
+        data = await self._read(min(max_bytes, _MAX_PARSED_BYTES), timeout)
+        head.count(len(data))
         return data
 
     async def _read(self, max_bytes: int, timeout: float | None) -> bytes:
@@ -60,7 +60,7 @@ class CountedStream(httpcore.AsyncNetworkStream):
         if self._unread:
             await anyio.lowlevel.checkpoint()
         else:
-            self._unread = await self._stream.read(_AT_ONCE, timeout)
+            self._unread = await self._stream.read(_MAX_READ_BYTES, timeout)
         data, self._unread = self._unread[:max_bytes], self._unread[max_bytes:]
         return data
 

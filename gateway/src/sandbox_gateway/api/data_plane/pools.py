@@ -17,41 +17,40 @@ from sandbox_gateway.errors import Busy, NotFound
 from sandbox_gateway.records import Sandbox, SandboxState
 
 CONNECT_SECONDS = 10.0
-SMALL_PIECE = 4096
-"""Bytes per piece. Thousands of smaller pieces may arrive in one read: other tasks run after each piece."""
-IDLE_CONNECTIONS = 16
+SMALL_PIECE_BYTES = 4096
+"""Thousands of pieces smaller than this may arrive in one read, so other tasks get a turn after each of them."""
+MAX_IDLE_CONNECTIONS = 16
 IDLE_SECONDS = 30.0
 """Seconds until an idle connection is closed.
 
-Seconds until an idle connection is closed. Shorter than the agent's idle timeout, so that the agent never closes a
-connection that is about to be reused.
+Shorter than the agent's idle timeout, so that the agent never closes a connection that is about to be reused.
 """
 
 
 class MachineConnections:
-    """One machine, from start to end, and the connections to it."""
+    """The connections to one machine, from its start to its end."""
 
     def __init__(self, sandbox: Sandbox, tls: ssl.SSLContext, engine: Engine) -> None:
         self.key = _key(sandbox)
         self._sandbox = sandbox
         self._engine = engine
-        self.transport = Transport(tls, max_idle=IDLE_CONNECTIONS, idle_seconds=IDLE_SECONDS)
-        self.gone: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self.transport = Transport(tls, max_idle=MAX_IDLE_CONNECTIONS, idle_seconds=IDLE_SECONDS)
+        self.end_future: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         """Done when the sandbox no longer runs on this machine: current requests cannot complete."""
         self.active_requests = 0
 
     def is_alive(self) -> bool:
-        """Return whether the machine still exists. Another machine may get its address before ``gone`` is done."""
-        return not self.gone.done() and not self._engine.host.end_reason(self._sandbox)
+        """Return whether the machine still exists. Its address may be reused even before ``end_future`` is done."""
+        return not self.end_future.done() and not self._engine.host.end_reason(self._sandbox)
 
     async def end(self) -> None:
-        if not self.gone.done():
-            self.gone.set_result(None)
+        if not self.end_future.done():
+            self.end_future.set_result(None)
         await self.transport.aclose()
 
 
 class Pools:
-    """The machines that requests were sent to, until they end."""
+    """The connections to all machines that received requests, until the machines end."""
 
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
@@ -60,19 +59,19 @@ class Pools:
         self._tls = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
         self._machines: dict[str, MachineConnections] = {}
         self._watcher: asyncio.Task[None] | None = None
-        self._ending: set[asyncio.Task[None]] = set()
+        self._closing_tasks: set[asyncio.Task[None]] = set()
 
     @contextlib.contextmanager
     def use(self, sandbox: Sandbox) -> Iterator[MachineConnections]:
-        """Provide the machine that ``sandbox`` runs on, for one request.
+        """Provide the connections to the machine that ``sandbox`` runs on, for one request.
 
         Raises Busy if the machine has too many requests.
         """
         machine = self._machine_of(sandbox)
-        most = self._engine.config.limits.connections
-        if machine.active_requests >= most:
+        limit = self._engine.config.limits.connections
+        if machine.active_requests >= limit:
             raise Busy(
-                f"sandbox {sandbox.id} already has {most} requests in progress (limits.connections): try again later"
+                f"sandbox {sandbox.id} already has {limit} requests in progress (limits.connections): try again later"
             )
         machine.active_requests += 1
         try:
@@ -111,15 +110,15 @@ class Pools:
         machine = self._machines.pop(id, None)
         if machine is not None:
             task = asyncio.create_task(machine.end())
-            self._ending.add(task)
-            task.add_done_callback(self._ending.discard)
+            self._closing_tasks.add(task)
+            task.add_done_callback(self._closing_tasks.discard)
 
     async def close(self) -> None:
         if self._watcher is not None:
             self._watcher.cancel()
         for id in list(self._machines):
             self._drop(id)
-        await asyncio.gather(*self._ending, return_exceptions=True)
+        await asyncio.gather(*self._closing_tasks, return_exceptions=True)
 
 
 def _key(sandbox: Sandbox) -> tuple[str, datetime]:

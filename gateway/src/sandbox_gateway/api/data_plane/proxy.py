@@ -1,4 +1,4 @@
-"""The data plane: stream requests to ports inside sandboxes, and their answers.
+"""The data plane: stream requests to ports inside sandboxes, and their responses.
 
 A request belongs to a sandbox when its Host is `{port}-{sandboxID}.{domain}`, or when it carries `E2b-Sandbox-Id`
 and `E2b-Sandbox-Port`. `access.ports` authorises requests. No proxy library is used: these trust the service and pool
@@ -33,7 +33,7 @@ from sandbox_gateway.api.access.ports import (
 )
 from sandbox_gateway.api.data_plane import websocket
 from sandbox_gateway.api.data_plane.heads import Head
-from sandbox_gateway.api.data_plane.pools import CONNECT_SECONDS, SMALL_PIECE, MachineConnections, Pools
+from sandbox_gateway.api.data_plane.pools import CONNECT_SECONDS, SMALL_PIECE_BYTES, MachineConnections, Pools
 from sandbox_gateway.api.dependencies import MAX_REF_LENGTH
 from sandbox_gateway.api.errors import ClientGone, clip
 from sandbox_gateway.engine.engine import Engine
@@ -57,11 +57,11 @@ _HOP_BY_HOP = frozenset(
         "upgrade",
     }
 )
-_NOT_INWARD = _HOP_BY_HOP | SECRET_HEADERS | {_ID_HEADER, _PORT_HEADER, "expect", "host"}
+_DROPPED_REQUEST_HEADERS = _HOP_BY_HOP | SECRET_HEADERS | {_ID_HEADER, _PORT_HEADER, "expect", "host"}
 # uvicorn adds its own date. `Alt-Svc` would redirect clients to other ports at the gateway's address.
-_NOT_OUTWARD = _HOP_BY_HOP | {"date", "alt-svc"}
+_DROPPED_RESPONSE_HEADERS = _HOP_BY_HOP | {"date", "alt-svc"}
 # If the Host header is the gateway's own address, these headers would apply to the gateway and all its sandboxes.
-_NOT_OURS = frozenset({"set-cookie", "strict-transport-security", "clear-site-data", "public-key-pins"})
+_HOST_WIDE_HEADERS = frozenset({"set-cookie", "strict-transport-security", "clear-site-data", "public-key-pins"})
 _COOKIE_DOMAIN = re.compile(rb";\s*domain\s*=\s*([^;\s]*)", re.IGNORECASE)
 _REPEATABLE = frozenset({"GET", "HEAD", "OPTIONS"})
 _TIMEOUTS = {"connect": CONNECT_SECONDS, "read": None, "write": None, "pool": None}
@@ -71,14 +71,17 @@ class ProxyFailed(BackendFailed):
     status = 502
 
 
-class CannotForward(Unsupported):
+class ForwardingUnsupported(Unsupported):
     status = 501
 
 
 @dataclass(frozen=True)
 class Target:
-    """The target of a request. ``ref``: the sandbox; ``port``: 1 to 65535 inside it; ``host``: the Host header for the
-    service; ``by_host``: whether the Host header names the sandbox."""
+    """The target of a request.
+
+    ``ref``: the sandbox; ``port``: 1 to 65535, in the sandbox; ``host``: the Host header for the service; ``by_host``:
+    whether the client's Host header names the sandbox.
+    """
 
     ref: str
     port: int
@@ -93,21 +96,23 @@ class Addresses:
         self._host = re.compile(rf"(\d+)-([^.]+)\.{re.escape(domain.lower())}\.?(?::\d{{1,5}})?")
 
     def target(self, headers: Headers) -> Target | None:
-        """Return the target of a request; None: the gateway itself. Raises Invalid for an impossible port."""
-        asked = headers.get("host", "")
-        host = self._host.fullmatch(asked.lower())
-        if host:
-            return Target(host[2], _port(host[1]), asked, by_host=True)
+        """Return the target of a request, or None if it is for the gateway itself. Raises Invalid."""
+        host_header = headers.get("host", "")
+        match = self._host.fullmatch(host_header.lower())
+        if match:
+            return Target(match[2], _parse_port(match[1]), host_header, by_host=True)
         if _ID_HEADER in headers and _PORT_HEADER in headers:
             ref = headers[_ID_HEADER]
             if not 0 < len(ref) <= MAX_REF_LENGTH:
-                raise Invalid(f"E2b-Sandbox-Id: an id or a name, of at most {MAX_REF_LENGTH} characters")
-            port = _port(headers[_PORT_HEADER])
+                raise Invalid(
+                    f"E2b-Sandbox-Id is {len(ref)} characters long: send an id or a name of 1 to {MAX_REF_LENGTH}"
+                )
+            port = _parse_port(headers[_PORT_HEADER])
             return Target(ref, port, f"localhost:{port}", by_host=False)
         return None
 
 
-def _port(text: str) -> int:
+def _parse_port(text: str) -> int:
     if not (text.isascii() and text.isdigit() and len(text) <= 5 and 1 <= int(text) <= 65535):
         raise Invalid(f"the port must be a number from 1 to 65535 (got {clip(text, 40)!r})")
     return int(text)
@@ -134,7 +139,7 @@ class ServiceRequest:
 
 
 class DataPlane:
-    """Middleware that passes requests for sandboxes to them, and all others to the control plane."""
+    """Middleware that forwards requests for sandboxes to them, and passes all others to the control plane."""
 
     def __init__(self, app: ASGIApp, engine: Engine, keys: auth.Keys, addresses: Addresses, pools: Pools) -> None:
         self.app = app
@@ -149,7 +154,7 @@ class DataPlane:
         target = self.addresses.target(headers) if scope["type"] in ("http", "websocket") else None
         if target is None:
             if scope["type"] == "websocket":
-                raise Unsupported("the gateway itself has no WebSockets: address a port of a sandbox (docs/api.md)")
+                raise Unsupported("the gateway itself has no WebSockets: connect to a port of a sandbox (docs/api.md)")
             await self.app(scope, receive, send)
             return
         scope["sandbox_gateway.route"] = "data plane"
@@ -167,14 +172,16 @@ class DataPlane:
             target,
             sandbox,
             address,
-            _path(scope, admission.query),
+            _path_with_query(scope, admission.query),
             self._headers_for_service(headers, target, token, signed=admission.query is not None),
         )
         with self.pools.use(sandbox) as machine:
             if scope["type"] == "websocket":
-                await _websocket(incoming, machine)
+                await _forward_websocket(incoming, machine)
             else:
-                await _http(incoming, machine, self.engine.config.server.stalled_seconds, has_body=_has_body(headers))
+                await _forward_http(
+                    incoming, machine, self.engine.config.server.stalled_seconds, has_body=_has_body(headers)
+                )
 
     async def _resume_if_paused(self, sandbox: Sandbox) -> Sandbox:
         """Resume a paused sandbox that was created with autoResume; concurrent requests wait for it."""
@@ -194,15 +201,15 @@ class DataPlane:
         self, headers: Headers, target: Target, token: str, *, signed: bool
     ) -> list[tuple[bytes, bytes]]:
         """Return the request's headers, without the gateway's secrets and connection-specific headers."""
-        dropped = _NOT_INWARD | _connection_options(headers)
+        dropped = _DROPPED_REQUEST_HEADERS | _connection_options(headers)
         # A signed URL is valid only for the user it names.
         if signed or any(self._is_key(value) for value in headers.getlist("authorization")):
             dropped |= {"authorization"}
-        kept = [(name, value) for name, value in headers.raw if _lower_name(name) not in dropped]
-        kept.insert(0, (b"host", target.host.encode("latin-1")))
+        forwarded = [(name, value) for name, value in headers.raw if _lower_name(name) not in dropped]
+        forwarded.insert(0, (b"host", target.host.encode("latin-1")))
         if target.port in AGENT_PORTS:
-            kept.append((TOKEN_HEADER.encode(), token_for_port(token, target.port).encode()))
-        return kept
+            forwarded.append((TOKEN_HEADER.encode(), token_for_port(token, target.port).encode()))
+        return forwarded
 
     def _is_key(self, authorization: str) -> bool:
         scheme, _, secret = authorization.partition(" ")
@@ -210,19 +217,21 @@ class DataPlane:
 
 
 def _check_target(scope: Scope, headers: Headers) -> None:
-    """Raise Invalid or NotPassedOn for a request that cannot be passed on to any service."""
+    """Raise Invalid or ForwardingUnsupported for a request that cannot be forwarded to any service."""
     if scope.get("method") == "CONNECT":
-        raise CannotForward("the method CONNECT is not supported: use a plain request or a WebSocket")
+        raise ForwardingUnsupported("the method CONNECT is not supported: use another method or a WebSocket")
     if not scope.get("raw_path", b"/").startswith(b"/"):
         raise Invalid("the request target must be a path that begins with '/'")
     if scope["type"] == "http" and "upgrade" in _connection_options(headers):
-        wanted = headers.get("upgrade", "").strip()
-        # A client that offers an upgrade to HTTP/2 accepts an answer in HTTP/1.1.
-        if wanted and wanted.lower() != "h2c":
-            raise CannotForward(f"an upgrade to {clip(wanted, 40)!r} is not supported: only upgrades to WebSocket are")
+        protocol = headers.get("upgrade", "").strip()
+        # A client that offers an upgrade to HTTP/2 accepts a response in HTTP/1.1.
+        if protocol and protocol.lower() != "h2c":
+            raise ForwardingUnsupported(
+                f"an upgrade to {clip(protocol, 40)!r} is not supported: use a plain request or a WebSocket"
+            )
 
 
-async def _http(
+async def _forward_http(
     incoming: ServiceRequest, machine: MachineConnections, stalled_seconds: float, *, has_body: bool
 ) -> None:
     body = _Body(incoming.receive, stalled_seconds, expected=has_body)
@@ -234,16 +243,16 @@ async def _http(
         extensions={"timeout": _TIMEOUTS, "target": incoming.path},
     )
     exchange = _Exchange(incoming, machine, request, may_repeat=not has_body and request.method in _REPEATABLE)
-    if await _finish_unless_gone(exchange.run(), body, machine):
+    if await _run_unless_interrupted(exchange.run(), body, machine):
         return
-    if not exchange.begun:
-        raise _machine_ended(incoming)
-    # Returning before the answer is complete makes uvicorn close the client's connection.
+    if not exchange.has_started:
+        raise _machine_ended_error(incoming)
+    # Returning before the response is complete makes uvicorn close the client's connection.
     log.info("data plane ended", sandbox=incoming.sandbox.id, port=incoming.target.port)
 
 
 class _Exchange:
-    """A request and its answer, passed on as it arrives."""
+    """A request and its response, which is forwarded as it arrives."""
 
     def __init__(
         self, incoming: ServiceRequest, machine: MachineConnections, request: httpx.Request, *, may_repeat: bool
@@ -252,31 +261,31 @@ class _Exchange:
         self.machine = machine
         self.request = request
         self.may_repeat = may_repeat
-        self.begun = False
-        """Whether the answer has begun."""
+        self.has_started = False
+        """Whether the response to the client has started."""
 
     async def run(self) -> None:
-        """Send the request and pass on the answer. Raises ProxyFailed before the answer has begun."""
+        """Send the request and forward the response. Raises ProxyFailed until the response has started."""
         response = await self._send()
         try:
             if not 200 <= response.status_code < 600:
                 raise ProxyFailed(
-                    f"{self.incoming.description} answered with status {response.status_code}, which does "
-                    "not end a request"
+                    f"{self.incoming.description} responded with status {response.status_code}, which is "
+                    "not a valid final status: check the service there"
                 )
             headers = _headers_for_client(response.headers.raw, self.incoming.target)
-            self.begun = True
+            self.has_started = True
             await self.incoming.send(
                 {"type": "http.response.start", "status": response.status_code, "headers": headers}
             )
             assert isinstance(response.stream, httpx.AsyncByteStream)
             async for chunk in response.stream:
                 await self.incoming.send({"type": "http.response.body", "body": chunk, "more_body": True})
-                if len(chunk) < SMALL_PIECE:
+                if len(chunk) < SMALL_PIECE_BYTES:
                     await asyncio.sleep(0)
             await self.incoming.send({"type": "http.response.body", "body": b"", "more_body": False})
         except httpx.TransportError as error:
-            # Returning before the answer is complete makes uvicorn close the client's connection.
+            # Returning before the response is complete makes uvicorn close the client's connection.
             log.warning(
                 "data plane broken",
                 sandbox=self.incoming.sandbox.id,
@@ -292,76 +301,77 @@ class _Exchange:
         try:
             return await self._send_once()
         except httpx.ConnectError:
-            raise _port_closed(self.incoming) from None
+            raise _port_closed_error(self.incoming) from None
         except httpx.TimeoutException:
             raise ProxyFailed(
-                f"{description} did not accept a connection in time: check that the service there is "
-                "running: check that the service there is running"
+                f"{description} did not accept a connection in time: check that the service there is running"
             ) from None
         except httpx.TransportError as error:
             raise ProxyFailed(
-                f"{description} broke the connection ({error}): look at the log of the service there"
+                f"{description} closed the connection unexpectedly ({error}): check the log of the service there"
             ) from None
 
     async def _send_once(self) -> httpx.Response:
         try:
             return await self.machine.transport.handle_async_request(self.request)
         except (httpx.ReadError, httpx.WriteError, httpx.RemoteProtocolError):
-            # The service may close an idle connection just as it is reused; it has not answered anything then.
+            # The service may close an idle connection just as it is reused; in that case it has not responded yet.
             if not self.may_repeat or not self.machine.is_alive():
                 raise
         return await self.machine.transport.handle_async_request(self.request)
 
 
 class _Body(httpx.AsyncByteStream):
-    """The request's body as it arrives; ``expected`` False: there is no body. Raises TooSlow if nothing arrives for
-    ``seconds``."""
+    """The request's body as it arrives; empty if not ``expected``. Raises TooSlow after ``seconds`` without data."""
 
     def __init__(self, receive: Receive, seconds: float, *, expected: bool) -> None:
         self.receive = receive
         self.seconds = seconds
-        self.read = asyncio.Event()
+        self.fully_read = asyncio.Event()
         """Set once the whole body has been read: only the client's disconnect can follow."""
         if not expected:
-            self.read.set()
+            self.fully_read.set()
 
     async def __aiter__(self) -> AsyncIterator[bytes]:
         try:
             more = True
             while more:
-                message = await self._piece()
+                message = await self._receive_piece()
                 if message["type"] == "http.disconnect":
                     raise ClientGone
                 more = message.get("more_body", False)
                 if chunk := message.get("body", b""):
                     yield chunk
         finally:
-            self.read.set()
+            self.fully_read.set()
 
-    async def _piece(self) -> Message:
+    async def _receive_piece(self) -> Message:
         try:
             async with asyncio.timeout(self.seconds):
                 return await self.receive()
         except TimeoutError:
-            raise TooSlow.stalled(self.seconds) from None
+            raise TooSlow.for_stalled_body(self.seconds) from None
 
 
-async def _finish_unless_gone(work: Coroutine[Any, Any, None], body: _Body, machine: MachineConnections) -> bool:
-    """Await ``work``. Cancels it if the client disconnects (raises ClientGone) or the machine ends (False)."""
+async def _run_unless_interrupted(work: Coroutine[Any, Any, None], body: _Body, machine: MachineConnections) -> bool:
+    """Await ``work``, and return True; cancel it, and return False, if the machine ends first.
+
+    If the client disconnects first, cancels it and raises ClientGone.
+    """
     scope = anyio.CancelScope()
 
-    async def within() -> None:
+    async def run_in_scope() -> None:
         # httpcore shields its cleanup from the cancellation of a scope, but not of a task.
         with scope:
             await work
 
-    worker, watcher = asyncio.ensure_future(within()), asyncio.ensure_future(_wait_for_disconnect(body))
+    worker, watcher = asyncio.ensure_future(run_in_scope()), asyncio.ensure_future(_wait_for_disconnect(body))
     try:
-        await asyncio.wait({worker, watcher, machine.gone}, return_when=asyncio.FIRST_COMPLETED)
+        await asyncio.wait({worker, watcher, machine.end_future}, return_when=asyncio.FIRST_COMPLETED)
         if worker.done():
             worker.result()
             return True
-        if machine.gone.done():
+        if machine.end_future.done():
             return False
         raise ClientGone
     finally:
@@ -372,12 +382,12 @@ async def _finish_unless_gone(work: Coroutine[Any, Any, None], body: _Body, mach
 
 
 async def _wait_for_disconnect(body: _Body) -> None:
-    await body.read.wait()
+    await body.fully_read.wait()
     while (await body.receive())["type"] != "http.disconnect":
         pass
 
 
-async def _websocket(incoming: ServiceRequest, machine: MachineConnections) -> None:
+async def _forward_websocket(incoming: ServiceRequest, machine: MachineConnections) -> None:
     tunnel = websocket.Tunnel(incoming.receive, incoming.send, machine)
     target = incoming.target
     opening = asyncio.ensure_future(
@@ -391,10 +401,10 @@ async def _websocket(incoming: ServiceRequest, machine: MachineConnections) -> N
         )
     )
     try:
-        inside = await tunnel.wait_until_open(opening)
-    except websocket.Refused as refusal:
+        service = await tunnel.wait_until_open(opening)
+    except websocket.HandshakeRefused as refusal:
         response = refusal.response
-        # The body is sent as a whole: the length may differ if it arrived in chunks.
+        # The body is sent as a whole, so its length is new if it arrived in chunks.
         headers = _headers_for_client(_encode_headers(response.headers), target, {"content-length"})
         await incoming.send(
             {"type": "websocket.http.response.start", "status": response.status_code, "headers": headers}
@@ -402,33 +412,34 @@ async def _websocket(incoming: ServiceRequest, machine: MachineConnections) -> N
         await incoming.send({"type": "websocket.http.response.body", "body": bytes(response.body)})
         return
     except ConnectionRefusedError:
-        raise _port_closed(incoming) from None
+        raise _port_closed_error(incoming) from None
     except TimeoutError:
         raise ProxyFailed(
-            f"{incoming.description} did not answer the WebSocket handshake in time: check the service there"
+            f"{incoming.description} did not complete the WebSocket handshake in time: check the service there"
         ) from None
     except (OSError, InvalidHandshake) as error:
-        raise ProxyFailed(f"{incoming.description} did not accept the WebSocket: {error}") from None
-    if inside is None:
-        raise _machine_ended(incoming)
-    assert inside.response is not None
+        raise ProxyFailed(
+            f"{incoming.description} did not accept the WebSocket ({error}): check the service there"
+        ) from None
+    if service is None:
+        raise _machine_ended_error(incoming)
+    assert service.response is not None
     await tunnel.run(
-        inside, _headers_for_client(_encode_headers(inside.response.headers), target, websocket.OWN_HEADERS)
+        service, _headers_for_client(_encode_headers(service.response.headers), target, websocket.HANDSHAKE_HEADERS)
     )
 
 
-def _port_closed(incoming: ServiceRequest) -> ProxyFailed:
+def _port_closed_error(incoming: ServiceRequest) -> ProxyFailed:
     # E2B's clients search the message for "port is not open".
     return ProxyFailed(
-        f"nothing listens on {incoming.description}, the port is not open: start the service there and let "
+        f"nothing listens on {incoming.description}, the port is not open: start the service there, and let "
         "it listen on all addresses"
     )
 
 
-def _machine_ended(incoming: ServiceRequest) -> ProxyFailed:
+def _machine_ended_error(incoming: ServiceRequest) -> ProxyFailed:
     return ProxyFailed(
-        f"sandbox {incoming.sandbox.id} was rolled back, paused or ended during the request: send it again: "
-        "send it again"
+        f"sandbox {incoming.sandbox.id} was rolled back, paused or ended during the request: send the request again"
     )
 
 
@@ -437,9 +448,9 @@ def _headers_for_client(
 ) -> list[tuple[bytes, bytes]]:
     """Return the service's headers, without connection-specific ones and without ``more``."""
     headers = Headers(raw=[(name.lower(), value) for name, value in raw])
-    dropped = _NOT_OUTWARD.union(_connection_options(headers), more)
+    dropped = _DROPPED_RESPONSE_HEADERS.union(_connection_options(headers), more)
     if not target.by_host:
-        dropped |= _NOT_OURS
+        dropped |= _HOST_WIDE_HEADERS
     if "transfer-encoding" in headers:
         # Transfer-Encoding overrides Content-Length (RFC 9112, 6.3).
         dropped |= {"content-length"}
@@ -473,7 +484,7 @@ def _has_body(headers: Headers) -> bool:
     return "transfer-encoding" in headers or headers.get("content-length", "0") != "0"
 
 
-def _path(scope: Scope, signed: bytes | None) -> bytes:
+def _path_with_query(scope: Scope, signed: bytes | None) -> bytes:
     path: bytes = scope.get("raw_path") or quote(scope["path"]).encode()
     query: bytes = scope.get("query_string", b"") if signed is None else signed
     return path + b"?" + query if query else path

@@ -1,6 +1,6 @@
 """An httpx transport to services inside sandboxes, with the gateway's own connections.
 
-It overrides httpx where httpx has no option: how connections are opened, the limit on heads, and unsolicited answers.
+It overrides httpx where httpx has no option: how connections are opened, the limit on heads, and unsolicited responses.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from sandbox_gateway.hosts.connect import connect
 
 
 class Transport(httpx.AsyncHTTPTransport):
-    """A transport that opens connections with ``hosts.connect`` and limits the ``Head`` of each answer."""
+    """A transport that opens connections with ``hosts.connect`` and limits the ``Head`` of each response."""
 
     def __init__(self, tls: ssl.SSLContext, *, max_idle: int, idle_seconds: float) -> None:
         super().__init__(verify=tls, trust_env=False)
@@ -40,9 +40,9 @@ class _Pool(httpcore.AsyncConnectionPool):
 
 
 class _Connection(httpcore.AsyncHTTPConnection):
-    """A connection that is closed instead of reused if the service sent more than one answer to a request.
+    """A connection that is closed instead of reused if the service sent more than one response to a request.
 
-    Otherwise the rest would be parsed as the answer to the next request, possibly another client's.
+    Otherwise the rest would be parsed as the response to the next request, which may be another client's.
     """
 
     def has_expired(self) -> bool:

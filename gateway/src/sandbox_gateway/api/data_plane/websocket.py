@@ -1,4 +1,4 @@
-"""WebSockets to ports inside sandboxes: two connections, and each fragment from one is sent to the other.
+"""Forward WebSockets to ports inside sandboxes: each fragment from one of two connections is sent to the other.
 
 Each side is read only as fast as the other accepts data. Each connection answers its own pings. uvicorn and websockets
 buffer whole messages: without this module, a few connections could use up the gateway's memory.
@@ -22,7 +22,7 @@ from websockets.typing import Subprotocol
 from websockets.uri import WebSocketURI
 
 from sandbox_gateway.api.data_plane.fragments import MAX_FRAGMENT_BYTES, ClientFragments, ServerFragments, send_fragment
-from sandbox_gateway.api.data_plane.pools import CONNECT_SECONDS, SMALL_PIECE, MachineConnections
+from sandbox_gateway.api.data_plane.pools import CONNECT_SECONDS, SMALL_PIECE_BYTES, MachineConnections
 from sandbox_gateway.api.errors import ClientGone
 from sandbox_gateway.hosts.connect import create_connection
 
@@ -32,11 +32,11 @@ PING_SECONDS = 20.0
 """Interval of pings to the client, so that no network device in between drops an idle connection."""
 HANDSHAKE_SECONDS = 60.0
 MAX_UNSENT_BYTES = 256 << 10
-"""Maximum bytes buffered for a peer that does not read, such as answers to its pings."""
+"""Maximum bytes buffered for a peer that does not read, such as replies to its pings."""
 _CLOSE_SECONDS = 5.0
 _NO_CODE, _NORMAL, _RESTART, _BAD_GATEWAY = 1005, 1000, 1012, 1014
 _BAD_REQUEST = b"HTTP/1.1 400 Bad Request\r\nConnection: close\r\nContent-Length: 0\r\n\r\n"
-OWN_HEADERS = frozenset(
+HANDSHAKE_HEADERS = frozenset(
     {
         "sec-websocket-accept",
         "sec-websocket-extensions",
@@ -48,21 +48,21 @@ OWN_HEADERS = frozenset(
 """Headers that each of the two connections sets for itself."""
 
 # At level DEBUG, websockets logs every header, including secrets.
-_silent = logging.getLogger("sandbox_gateway.websockets")
-_silent.setLevel(logging.CRITICAL)
-_silent.propagate = False
+_silent_logger = logging.getLogger("sandbox_gateway.websockets")
+_silent_logger.setLevel(logging.CRITICAL)
+_silent_logger.propagate = False
 
 
-class FromClient(WebSocketsSansIOProtocol):
+class ClientWebSocket(WebSocketsSansIOProtocol):
     """A client's connection that receives and sends fragments: ASGI messages with a `frame`.
 
-    It resumes reading only after the last fragment was received. A client for which more than MOST_UNSENT bytes are
-    buffered is disconnected, because it does not read the answers.
+    It resumes reading only after all parsed fragments were received. A client for which more than MAX_UNSENT_BYTES are
+    buffered is disconnected, because it does not read the responses.
     """
 
     def __init__(self, *args: Any, **more: Any) -> None:
         super().__init__(*args, **more)
-        self.conn: ServerFragments = ServerFragments(max_size=self.config.ws_max_size, logger=_silent)
+        self.conn: ServerFragments = ServerFragments(max_size=self.config.ws_max_size, logger=_silent_logger)
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         transport.max_size = MAX_FRAGMENT_BYTES  # type: ignore[attr-defined]
@@ -76,7 +76,7 @@ class FromClient(WebSocketsSansIOProtocol):
         self._discard_rest()
         if self.transport.get_write_buffer_size() > MAX_UNSENT_BYTES:
             self.transport.abort()
-        if self.conn.crowded:
+        if self.conn.control_limit_reached:
             self._pause()
             self.loop.call_soon(self._resume_parsing)
 
@@ -88,12 +88,12 @@ class FromClient(WebSocketsSansIOProtocol):
 
     def _discard_rest(self) -> None:
         """Discard fragments after the gateway's close frame: the peer's close frame may follow unreceived fragments."""
-        while self.close_sent and self.conn.has_more and not self.conn.crowded:
+        while self.close_sent and self.conn.has_more and not self.conn.control_limit_reached:
             super().data_received(b"")
 
     def _resume_parsing(self) -> None:
         """Continue parsing control frames after other tasks had their turn."""
-        if self.conn.crowded and not self.transport.is_closing():
+        if self.conn.control_limit_reached and not self.transport.is_closing():
             self.data_received(b"")
             self._resume()
 
@@ -104,7 +104,7 @@ class FromClient(WebSocketsSansIOProtocol):
 
     def _resume(self) -> None:
         """Resume reading, unless earlier fragments are still waiting."""
-        if self.read_paused and self.queue.empty() and not self.conn.crowded:
+        if self.read_paused and self.queue.empty() and not self.conn.control_limit_reached:
             self.read_paused = False
             self.transport.resume_reading()
 
@@ -138,12 +138,12 @@ class FromClient(WebSocketsSansIOProtocol):
         await super().send(message)
         self._discard_rest()
         if message["type"] == "websocket.http.response.body" and not message.get("more_body"):
-            # uvicorn does not count a refusal as an answer, and would log an error for each of them.
+            # uvicorn does not count a refusal as a response, and would log an error for each refusal.
             self.handshake_complete = True
 
 
 class _ServiceConnection(ClientConnection):
-    """The connection to a service, with the same limits."""
+    """The connection to a service, with the same limits as ``ClientWebSocket``."""
 
     protocol: ClientFragments
 
@@ -162,7 +162,7 @@ class _ServiceConnection(ClientConnection):
         if self.protocol.has_more and not messages.closed:
             self.data_received(b"")
         messages.maybe_resume()
-        if self.protocol.crowded:
+        if self.protocol.control_limit_reached:
             self.transport.pause_reading()
         return frame
 
@@ -175,20 +175,20 @@ class _ServiceConnection(ClientConnection):
         super().data_received(data)
         if self.transport.get_write_buffer_size() > MAX_UNSENT_BYTES:
             self.transport.abort()
-        if self.protocol.crowded:
+        if self.protocol.control_limit_reached:
             self.transport.pause_reading()
             self.loop.call_soon(self._resume_parsing)
 
     def _resume_parsing(self) -> None:
         """Continue parsing control frames after other tasks had their turn."""
-        if self.protocol.crowded and not self.transport.is_closing():
+        if self.protocol.control_limit_reached and not self.transport.is_closing():
             self.data_received(b"")
-            if not self.protocol.crowded and not self.recv_messages.paused:
+            if not self.protocol.control_limit_reached and not self.recv_messages.paused:
                 self.transport.resume_reading()
 
 
-class Refused(Exception):
-    """The service inside answered the handshake with an HTTP response."""
+class HandshakeRefused(Exception):
+    """The service inside refused the handshake with an HTTP response."""
 
     def __init__(self, response: Response) -> None:
         super().__init__(response.status_code)
@@ -200,27 +200,29 @@ async def connect(
 ) -> _ServiceConnection:
     """Open a WebSocket to the service inside.
 
-    Raises Refused, OSError (also TimeoutError), or InvalidHandshake when the service does not speak WebSocket.
+    Raises HandshakeRefused, OSError (including TimeoutError), or InvalidHandshake if the service does not support
+    WebSockets.
     """
     # Not `websockets.connect`: it would follow the service's redirects to any address.
     path, _, query = target.decode("ascii").partition("?")
-    name, _, shown = host.partition(":")
-    uri = WebSocketURI(False, name, int(shown or 80), path, query)
+    name, _, port_text = host.partition(":")
+    uri = WebSocketURI(False, name, int(port_text or 80), path, query)
     offered = [Subprotocol(word) for word in scope.get("subprotocols", ())]
-    protocol = ClientFragments(uri, subprotocols=offered or None, max_size=MAX_MESSAGE_BYTES, logger=_silent)
-    sent = [(name.decode("latin-1"), value.decode("latin-1")) for name, value in headers]
+    protocol = ClientFragments(uri, subprotocols=offered or None, max_size=MAX_MESSAGE_BYTES, logger=_silent_logger)
+    decoded_headers = [(name.decode("latin-1"), value.decode("latin-1")) for name, value in headers]
+    header_pairs = [(name, value) for name, value in decoded_headers if name.lower() not in HANDSHAKE_HEADERS]
 
-    def made() -> _ServiceConnection:
+    def create_protocol() -> _ServiceConnection:
         return _ServiceConnection(protocol, ping_interval=None, close_timeout=_CLOSE_SECONDS, max_queue=0)
 
     async with asyncio.timeout(CONNECT_SECONDS):
-        _, connection = await create_connection(made, address, port)
+        _, connection = await create_connection(create_protocol, address, port)
     try:
         async with asyncio.timeout(HANDSHAKE_SECONDS):
-            await connection.handshake([(name, value) for name, value in sent if name.lower() not in OWN_HEADERS], None)
+            await connection.handshake(header_pairs, None)
     except InvalidStatus as error:
         connection.transport.abort()
-        raise Refused(error.response) from None
+        raise HandshakeRefused(error.response) from None
     except EOFError:
         connection.transport.abort()
         raise InvalidHandshake("the service closed the connection during the handshake") from None
@@ -238,43 +240,43 @@ class Tunnel:
         self._send = send
         self._machine = machine
         self._next: asyncio.Future[Message] | None = None
-        self._left = False
-        """The client has closed, or disconnected."""
+        self._has_client_left = False
+        """Whether the client has closed the connection or disconnected."""
 
     async def wait_until_open(self, opening: asyncio.Future[_ServiceConnection]) -> _ServiceConnection | None:
-        """Return the result of ``opening``; None if the machine ends first. Raises ClientGone or its errors."""
+        """Return the result of ``opening``; None if the machine ends first. Raises ClientGone, or its error."""
         await self._receive()  # "websocket.connect"
         self._next = asyncio.ensure_future(self._receive())
-        ours: set[asyncio.Future[Any]] = {opening, self._next}
+        tasks: set[asyncio.Future[Any]] = {opening, self._next}
         try:
-            await asyncio.wait({*ours, self._machine.gone}, return_when=asyncio.FIRST_COMPLETED)
+            await asyncio.wait({*tasks, self._machine.end_future}, return_when=asyncio.FIRST_COMPLETED)
             if opening.done():
                 return opening.result()
-            if self._machine.gone.done():
+            if self._machine.end_future.done():
                 return None
             raise ClientGone
         finally:
             if not opening.done() or opening.exception():
-                for task in ours:
+                for task in tasks:
                     task.cancel()
-                await asyncio.wait(ours)
+                await asyncio.wait(tasks)
 
-    async def run(self, inside: _ServiceConnection, headers: list[tuple[bytes, bytes]]) -> None:
-        """Accept the client, and pass messages on until either side closes or the machine ends."""
+    async def run(self, service: _ServiceConnection, headers: list[tuple[bytes, bytes]]) -> None:
+        """Accept the client, and forward messages until either side closes or the machine ends."""
         tasks: set[asyncio.Future[None]] = set()
         try:
             await self._send_to_client(
-                {"type": "websocket.accept", "subprotocol": inside.subprotocol, "headers": headers}
+                {"type": "websocket.accept", "subprotocol": service.subprotocol, "headers": headers}
             )
             inward, outward = (
-                asyncio.ensure_future(self._pump_to_service(inside)),
-                asyncio.ensure_future(self._pump_to_client(inside)),
+                asyncio.ensure_future(self._pump_to_service(service)),
+                asyncio.ensure_future(self._pump_to_client(service)),
             )
             tasks = {inward, outward}
-            await asyncio.wait({*tasks, self._machine.gone}, return_when=asyncio.FIRST_COMPLETED)
-            if self._machine.gone.done():
+            await asyncio.wait({*tasks, self._machine.end_future}, return_when=asyncio.FIRST_COMPLETED)
+            if self._machine.end_future.done():
                 await self._close(_RESTART, "the sandbox was rolled back, paused or ended")
-            elif self._left:
+            elif self._has_client_left:
                 await inward
             else:
                 outward.result()
@@ -285,7 +287,7 @@ class Tunnel:
                 task.cancel()
             if tasks:
                 await asyncio.wait(tasks)
-            inside.transport.abort()
+            service.transport.abort()
 
     async def _send_to_client(self, message: Message) -> None:
         """Send to the client. Raises ClientGone."""
@@ -301,41 +303,41 @@ class Tunnel:
             async with asyncio.timeout(_CLOSE_SECONDS):
                 await self._send_to_client({"type": "websocket.close", "code": code, "reason": reason})
 
-    async def _pump_to_service(self, inside: _ServiceConnection) -> None:
-        """Pass fragments from the client to the service until the client closes or disconnects."""
+    async def _pump_to_service(self, service: _ServiceConnection) -> None:
+        """Forward fragments from the client to the service until the client closes or disconnects."""
         assert self._next is not None
         message = await self._next
         while message["type"] == "websocket.receive":
             try:
-                await inside.send_fragment(message["frame"])
+                await service.send_fragment(message["frame"])
             except ConnectionClosed:
                 # _pump_to_client knows the reason, and closes the client with it.
                 await asyncio.Event().wait()
             self._next = asyncio.ensure_future(self._receive())
             message = await self._next
-        self._left = True
+        self._has_client_left = True
         if "reason" in message:
             code = message.get("code", _NO_CODE)
-            await inside.close(_NORMAL if code == _NO_CODE else code, message["reason"] or "")
+            await service.close(_NORMAL if code == _NO_CODE else code, message["reason"] or "")
         else:
-            # The client disconnected without a close frame; show the same to the service.
-            inside.transport.close()
+            # The client disconnected without a close frame, so disconnect from the service in the same way.
+            service.transport.close()
 
-    async def _pump_to_client(self, inside: _ServiceConnection) -> None:
-        """Pass fragments to the client; when the service closes, close with its code and reason. Raises ClientGone."""
+    async def _pump_to_client(self, service: _ServiceConnection) -> None:
+        """Forward fragments to the client. If the service closes, use its code and reason. Raises ClientGone."""
         try:
             while True:
-                frame = await inside.next_fragment()
-                # Keep reading after the client has closed: the answer to its close frame arrives after the rest.
-                if not self._left:
+                frame = await service.next_fragment()
+                # Keep reading after the client has closed: the reply to its close frame arrives last.
+                if not self._has_client_left:
                     await self._send_to_client({"type": "websocket.send", "frame": frame})
-                if len(frame.data) < SMALL_PIECE:
+                if len(frame.data) < SMALL_PIECE_BYTES:
                     await asyncio.sleep(0)
         except ConnectionClosed as error:
-            closed = error.rcvd or error.sent
-        if self._left:
+            close_frame = error.rcvd or error.sent
+        if self._has_client_left:
             return
-        if closed is None:
-            await self._close(_BAD_GATEWAY, "the service inside broke the connection")
+        if close_frame is None:
+            await self._close(_BAD_GATEWAY, "the service inside closed the connection unexpectedly")
         else:
-            await self._close(_NORMAL if closed.code == _NO_CODE else closed.code, closed.reason)
+            await self._close(_NORMAL if close_frame.code == _NO_CODE else close_frame.code, close_frame.reason)

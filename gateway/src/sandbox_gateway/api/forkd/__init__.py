@@ -1,1 +1,1 @@
-"""The API of forkd's clients, below `/v1`: routes, and the shapes of their bodies and answers."""
+"""The API of forkd's clients, below `/v1`: routes, and the models of their request and response bodies."""

@@ -34,8 +34,8 @@ async def version() -> shapes.VersionInfo:
 
 @router.get("/v1/snapshots", response_model_exclude_none=True, summary="List snapshots and templates")
 async def list_snapshots(engine: EngineDep) -> list[shapes.SnapshotInfo]:
-    found = engine.snapshots.list([SnapshotKind.SNAPSHOT, SnapshotKind.TEMPLATE])
-    return [_snapshot_info(engine, snapshot) for snapshot in found]
+    snapshots = engine.snapshots.list([SnapshotKind.SNAPSHOT, SnapshotKind.TEMPLATE])
+    return [_snapshot_info(engine, snapshot) for snapshot in snapshots]
 
 
 @router.post(
@@ -51,7 +51,10 @@ async def create_snapshot(request: Request, body: shapes.BuildSnapshot, engine: 
             "POST /templates"
         )
     if not body.rootfs.startswith("/"):
-        raise Invalid("the field rootfs must be the absolute path of a directory or tarball on the gateway's host")
+        raise Invalid(
+            f"the field rootfs is {body.rootfs[:80]!r}, not an absolute path: use the path of a directory or tarball "
+            "on the gateway's host"
+        )
     build = await engine.templates.build(body.tag, Recipe(source=Source.ROOTFS, path=body.rootfs))
     await cancel_on_disconnect(request, _wait_for_build(build))
     return _snapshot_info(engine, engine.snapshots.get(body.tag))
@@ -69,7 +72,7 @@ async def delete_snapshot(
     snapshot = engine.snapshots.get(ref)
     if cascade:
         raise Unsupported(
-            "cascade is not supported, because no snapshot depends on another: delete each snapshot by itself"
+            "cascade is not supported, because no snapshot depends on another: delete each snapshot separately"
         )
     await engine.snapshots.delete(snapshot.id, when_unused=force)
 
@@ -89,16 +92,16 @@ async def compact_snapshot(ref: TagRef, body: shapes.CompactSnapshot, engine: En
     raise Unsupported(f"compact is not needed: snapshot {tag} is complete, so make sandboxes from it directly")
 
 
-@router.post("/v1/sandboxes", status_code=201, summary="Create n sandboxes from a snapshot or template: all, or none")
+@router.post("/v1/sandboxes", status_code=201, summary="Create n sandboxes from a snapshot or template: all or nothing")
 async def create_sandboxes(
     request: Request, body: shapes.CreateSandboxes, engine: EngineDep
 ) -> list[shapes.SandboxInfo]:
     snapshot = engine.snapshots.get(body.snapshot_tag)
     if body.live_fork:
         raise Unsupported(f"live_fork is not supported, because {_NOT_LIVE}: leave it out")
-    spec = ForkSpec(count=body.n, memory_mb=body.memory_limit_mib, timeout=body.given("timeout"))
-    made = await cancel_on_disconnect(request, engine.forks.fork(snapshot.id, spec))
-    return [_sandbox_info(engine, sandbox) for sandbox in made if isinstance(sandbox, Sandbox)]
+    spec = ForkSpec(count=body.n, memory_mb=body.memory_limit_mib, timeout=body.value_or_unset("timeout"))
+    results = await cancel_on_disconnect(request, engine.forks.fork(snapshot.id, spec))
+    return [_sandbox_info(engine, sandbox) for sandbox in results if isinstance(sandbox, Sandbox)]
 
 
 @router.get("/v1/sandboxes", summary="List sandboxes")
@@ -160,20 +163,20 @@ async def branch(
     body, sandbox = body or shapes.Branch(), engine.sandboxes.get(ref)
     _check_mode(body)
     _check_parent(body, sandbox, engine)
-    taken = await cancel_on_disconnect(request, engine.snapshots.branch(sandbox.id, body.tag))
-    request.app.state.metrics.record_capture(taken)
-    return _snapshot_info(engine, taken)
+    snapshot = await cancel_on_disconnect(request, engine.snapshots.branch(sandbox.id, body.tag))
+    request.app.state.metrics.record_capture(snapshot)
+    return _snapshot_info(engine, snapshot)
 
 
 _NOT_LIVE = "a sandbox is paused for some milliseconds while it is captured"
 
 
 def _check_mode(body: shapes.Branch) -> None:
-    said = [word for word in ("diff", "live") if getattr(body, word)]
-    if body.mode and said:
-        raise Invalid(f"mode and {said[0]} exclude each other: leave {said[0]} out")
+    flags = [word for word in ("diff", "live") if getattr(body, word)]
+    if body.mode and flags:
+        raise Invalid(f"mode and {flags[0]} are mutually exclusive: leave {flags[0]} out")
     if body.diff and body.live:
-        raise Invalid("diff and live exclude each other: choose a mode")
+        raise Invalid("diff and live are mutually exclusive: leave one of them out")
     if body.measure_diff and (body.diff or body.mode == "diff"):
         raise Invalid("measure_diff is valid only with mode full, because mode diff always measures: leave it out")
     if body.live or body.mode == "live":
@@ -188,7 +191,10 @@ def _check_parent(body: shapes.Branch, sandbox: Sandbox, engine: Engine) -> None
         raise Invalid("parent_tag is valid only with mode diff: set the mode, or leave parent_tag out")
     if engine.snapshots.get(body.parent_tag).id not in (sandbox.forked_from, sandbox.head):
         origin = _tag(engine, sandbox.forked_from)
-        raise Invalid(f"parent_tag is {body.parent_tag}, but sandbox {sandbox.id} was made from {origin}")
+        raise Invalid(
+            f"parent_tag is {body.parent_tag}, but sandbox {sandbox.id} was made from {origin}: set parent_tag to "
+            "that, or leave it out"
+        )
 
 
 async def _wait_for_build(build: Build) -> None:

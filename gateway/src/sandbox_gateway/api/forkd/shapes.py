@@ -1,4 +1,4 @@
-"""Models of the bodies of forkd's requests and answers."""
+"""Models of forkd's request and response bodies."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _MIB = 1 << 20
 
 def _check_tag(value: str) -> str:
     if not _TAG.fullmatch(value):
-        raise ValueError(f"a tag is 1 to {MAX_TAG_LENGTH} letters, digits, '_' or '-'")
+        raise ValueError(f"{value[:80]!r} is not a tag: use 1 to {MAX_TAG_LENGTH} letters, digits, '_' or '-'")
     return value
 
 
@@ -32,7 +32,7 @@ TimeoutSeconds = Annotated[float, Field(gt=0, le=604_800, allow_inf_nan=False, d
 class BuildSnapshot(Body):
     tag: Tag
     rootfs: str = Field(
-        min_length=1, max_length=4096, description="Absolute path, on the gateway's host, of a directory or tarball."
+        min_length=1, max_length=4096, description="Absolute path of a directory or tarball on the gateway's host."
     )
     kernel: str | None = Field(None, description="Not supported: each template has its own kernel.")
 
@@ -69,8 +69,8 @@ class Branch(Body):
     mode: Literal["full", "diff", "live"] | None = None
     diff: bool = Field(False, description="Deprecated: use mode diff.")
     live: bool = Field(False, description="Deprecated: use mode live.")
-    measure_diff: bool = Field(False, description="Ignored: the answer always has these numbers.")
-    wait: bool = Field(True, description="Ignored: the answer is sent when the snapshot is ready.")
+    measure_diff: bool = Field(False, description="Ignored: the response always has these numbers.")
+    wait: bool = Field(True, description="Ignored: the response is sent when the snapshot is ready.")
     parent_tag: AnyRef | None = Field(None, description="The snapshot that the sandbox was made from, or its head.")
 
 
@@ -177,10 +177,10 @@ def snapshot_info(snapshot: Snapshot, files: dict[str, str]) -> SnapshotInfo:
 
 
 def snapshot_detail(snapshot: Snapshot, files: dict[str, str], sandboxes: list[str]) -> SnapshotDetail:
-    with_memory = snapshot.memory is not Memory.NONE
+    has_memory = snapshot.memory is not Memory.NONE
     return SnapshotDetail(
         **snapshot_info(snapshot, files).model_dump(),
-        memory_logical_bytes=snapshot.resources.memory_mb * _MIB if with_memory else 0,
+        memory_logical_bytes=snapshot.resources.memory_mb * _MIB if has_memory else 0,
         memory_physical_bytes=snapshot.memory_bytes_written,
         disk_bytes_unique=snapshot.disk_bytes_unique,
         sandboxes=sandboxes,
@@ -189,17 +189,17 @@ def snapshot_detail(snapshot: Snapshot, files: dict[str, str], sandboxes: list[s
 
 def exec_fields(result: ExecResult, seconds: float) -> dict[str, bytes | int]:
     """Return the fields of ``ExecInfo``."""
-    errors = result.stderr
+    stderr = result.stderr
     if result.timed_out:
-        errors += f"the command did not end within {seconds:g} s and was killed\n".encode()
-    return {"stdout": result.stdout, "stderr": errors, "exit_code": result.exit_code}
+        stderr += f"the command did not end within {seconds:g} s and was killed\n".encode()
+    return {"stdout": result.stdout, "stderr": stderr, "exit_code": result.exit_code}
 
 
 def eval_fields(result: EvalResult) -> dict[str, str | int | None]:
     """Return the fields of ``EvalInfo``."""
-    failed = result.exit_code != 0
+    has_failed = result.exit_code != 0
     return {
-        "result": None if failed else result.result,
-        "error": result.error if failed else None,
+        "result": None if has_failed else result.result,
+        "error": result.error if has_failed else None,
         "exit_code": result.exit_code,
     }

@@ -30,7 +30,7 @@ MAX_PAIRS = 10_000
 def _check_count(value: object) -> object:
     """Refuse a large object before its members are validated: each invalid member would add a kilobyte to the error."""
     if isinstance(value, dict) and len(value) > MAX_PAIRS:
-        raise ValueError(f"an object has at most {MAX_PAIRS} members here, not {len(value)}")
+        raise ValueError(f"the object has {len(value)} members: send at most {MAX_PAIRS}")
     return value
 
 
@@ -71,7 +71,7 @@ class Network(NativeBody):
     @field_validator("rules", "egress_proxy", "mask_request_host", "https_ports")
     @classmethod
     def _reject_unsupported(cls, value: object) -> None:
-        """Refuse an unsupported field: a caller that sets it relies on it, so ignoring it would be worse."""
+        """Refuse an unsupported field, because a caller that sets it relies on it."""
         if value:
             raise ValueError("not supported, because the gateway does not change or redirect requests: leave it out")
 
@@ -81,9 +81,9 @@ class Network(NativeBody):
         Fields of this object take precedence over ``allow_internet``, a field of the request itself, and ``public``,
         the current value.
         """
-        word = self.allow_internet if self.allow_internet is not None else allow_internet
+        allow = self.allow_internet if self.allow_internet is not None else allow_internet
         return NetworkPolicy(
-            allow_internet=word is not False,
+            allow_internet=allow is not False,
             allow_out=self.allow_out or [],
             deny_out=self.deny_out or [],
             allow_public_traffic=public if self.allow_public_traffic is None else self.allow_public_traffic,
@@ -100,7 +100,7 @@ class AutoResume(NativeBody):
 
 
 class Sizes(NativeBody):
-    """The sizes of a sandbox. The sizes of a sandbox. The sizes of a sandbox. Absent: as in the snapshot."""
+    """The sizes of a sandbox; absent ones are taken from the snapshot."""
 
     cpus: int | None = Field(None, alias="cpuCount", strict=True, ge=1, le=256)
     memory_mb: int | None = Field(None, strict=True, ge=64, le=1 << 20)
@@ -119,8 +119,8 @@ class VolumeMount(NativeBody):
         return MountSpec(self.name, self.path, read_only=self.read_only, clone=self.clone)
 
 
-class Forked(Sizes):
-    """Fields of every request that makes sandboxes."""
+class ForkBody(Sizes):
+    """The fields of every request that creates sandboxes."""
 
     metadata: Pairs = Field(default_factory=dict)
     env: Pairs = Field(default_factory=dict, alias="envVars")
@@ -167,7 +167,7 @@ class Forked(Sizes):
             env=self.env,
             network=network.policy(self.allow_internet_access),
             mounts=None if self.volume_mounts is None else [mount.spec() for mount in self.volume_mounts],
-            timeout=self.given("timeout"),
+            timeout=self.value_or_unset("timeout"),
             on_timeout=self._on_timeout(),
             auto_resume=self._should_auto_resume(),
             **more,
@@ -182,7 +182,7 @@ class Forked(Sizes):
         return bool((self.lifecycle and self.lifecycle.auto_resume) or (self.auto_resume and self.auto_resume.enabled))
 
 
-class CreateSandbox(Forked):
+class CreateSandbox(ForkBody):
     # e2b 2.63: secure, mcp. cubesandbox 0.7: distributionScope, mcp.
     ignored = frozenset({"distributionScope", "mcp", "secure"})
 
@@ -194,14 +194,16 @@ class CreateSandbox(Forked):
         return self.spec(names=names, idempotency_key=idempotency_key, operation=operation)
 
 
-class Fork(Forked):
+class Fork(ForkBody):
     """A request for one sandbox, `count` siblings, or one sandbox per name in `names`."""
 
     name: Name | None = Field(None, description="Name of a single sandbox; for several, use `names`.")
     count: int | None = Field(None, strict=True, ge=1, le=MAX_FORKS)
     names: list[Name] | None = Field(None, min_length=1, max_length=MAX_FORKS)
     concurrency: int | None = Field(None, strict=True, ge=1, le=256)
-    atomic: bool = Field(True, description="All or none. False: as many as possible, with the errors of the others.")
+    atomic: bool = Field(
+        True, description="All or nothing. False: as many as possible, with an error for each of the others."
+    )
 
     @property
     def has_count(self) -> bool:
@@ -209,7 +211,7 @@ class Fork(Forked):
 
     def fork_spec(self, idempotency_key: str, operation: str) -> ForkSpec:
         """Return the engine's request. Raises Invalid if `name`, `names` and `count` contradict each other."""
-        names = self._names()
+        names = self._resolve_names()
         return self.spec(
             count=self.count or len(names or ()) or 1,
             names=names,
@@ -219,16 +221,16 @@ class Fork(Forked):
             operation=operation,
         )
 
-    def _names(self) -> list[str] | None:
+    def _resolve_names(self) -> list[str] | None:
         if self.name and self.names:
-            raise Invalid("name and names exclude each other: leave name out")
+            raise Invalid("name and names are mutually exclusive: leave name out")
         if self.name and self.count not in (None, 1):
             raise Invalid(f"name is for a single sandbox, but count is {self.count}: use names, one for each sandbox")
         names = [self.name] if self.name else self.names
         if names and self.count not in (None, len(names)):
             raise Invalid(f"count is {self.count}, but there are {len(names)} names: leave one of the two fields out")
         if names and len(set(names)) != len(names):
-            raise Invalid("names contains a duplicate: each name can be used only once")
+            raise Invalid("names contains a duplicate: use each name only once")
         return names
 
 
@@ -285,7 +287,7 @@ class KeepRule(NativeBody):
     @model_validator(mode="after")
     def _require_rule(self) -> KeepRule:
         if self.keep_last is None and self.keep_daily is None and self.max_age is None:
-            raise ValueError("retention needs keepLast, keepDaily or maxAge")
+            raise ValueError("the retention rule is empty: set keepLast, keepDaily or maxAge")
         return self
 
 
@@ -299,11 +301,11 @@ class CreateSnapshot(NativeBody):
     )
     retention: KeepRule | None = Field(
         None,
-        description="Which of the sandbox's snapshots with a rule to keep. Snapshots in use are always kept.",
+        description="Which of the sandbox's snapshots that have a rule to keep. Snapshots in use are always kept.",
     )
 
     @property
-    def has_memory(self) -> Literal["auto", "none"]:
+    def memory_mode(self) -> Literal["auto", "none"]:
         return "none" if self.memory in (False, "none") else "auto"
 
 
@@ -319,7 +321,7 @@ class Promote(NativeBody):
 
 
 def _empty_to_none(value: object) -> object:
-    """Treat "" as no name: CubeSandbox's client sends it to have a name generated."""
+    """Return None for "": CubeSandbox's client sends an empty name to get a generated one."""
     return None if value == "" else value
 
 

@@ -13,7 +13,7 @@ from fastapi import APIRouter, Body, Query, Request, Response
 from sandbox_gateway.api import output
 from sandbox_gateway.api.dependencies import EngineDep, IdempotencyKey, Operation, Ref
 from sandbox_gateway.api.native import requests, shapes
-from sandbox_gateway.api.native.view import View, ViewDep, ids_of, template_or_snapshot
+from sandbox_gateway.api.native.view import View, ViewDep, get_template_or_snapshot, ids_of
 from sandbox_gateway.api.paging import Limit, NextToken, Order, page
 from sandbox_gateway.api.waiting import cancel_on_disconnect
 from sandbox_gateway.engine.engine import Engine
@@ -39,7 +39,7 @@ async def create(
     idempotency_key: IdempotencyKey = "",
     operation: Operation = "",
 ) -> shapes.SandboxShape:
-    origin, spec = template_or_snapshot(engine, body.template), body.create_spec(idempotency_key, operation)
+    origin, spec = get_template_or_snapshot(engine, body.template), body.create_spec(idempotency_key, operation)
     return view.sandbox(await cancel_on_disconnect(request, engine.forks.create(origin.id, spec)))
 
 
@@ -60,9 +60,9 @@ async def index(
         str, Query(alias="snapshotID", description="Only sandboxes made from this snapshot or template")
     ] = "",
     started_after: Annotated[datetime | None, Query(alias="startedAfter")] = None,
-    diverged: Annotated[bool, Query(description="Report for each sandbox whether it has diverged")] = False,
+    diverged: Annotated[bool, Query(description="Report whether each sandbox has diverged from its head")] = False,
 ) -> list[shapes.SandboxShape]:
-    tests = [
+    filters = [
         *_name_filter(name),
         *_state_filter(state),
         *_metadata_filter(metadata),
@@ -70,11 +70,11 @@ async def index(
         *_source_filter(forked_from, engine),
         *_start_filter(started_after),
     ]
-    found = [sandbox for sandbox in engine.sandboxes.list() if all(test(sandbox) for test in tests)]
-    shown = page(found, lambda sandbox: (sandbox.created_at, sandbox.id), response, limit, next_token, order)
+    sandboxes = [sandbox for sandbox in engine.sandboxes.list() if all(is_match(sandbox) for is_match in filters)]
+    items = page(sandboxes, lambda sandbox: (sandbox.created_at, sandbox.id), response, limit, next_token, order)
     if diverged:
-        return await view.with_divergences(shown)
-    return [view.sandbox(sandbox, secret=False) for sandbox in shown]
+        return await view.with_divergences(items)
+    return [view.sandbox(sandbox, secret=False) for sandbox in items]
 
 
 @router.get("/sandboxes/{ref}", response_model_exclude_unset=True, summary="Show a sandbox")
@@ -92,7 +92,7 @@ async def patch(ref: Ref, body: requests.Patch, engine: EngineDep, view: ViewDep
     sandbox = engine.sandboxes.get(ref)
     if body.name is not None or body.metadata is not None:
         await engine.sandboxes.update(sandbox.id, metadata=body.metadata, name=body.name)
-    if (timeout := body.given("timeout")) is not UNSET:
+    if (timeout := body.value_or_unset("timeout")) is not UNSET:
         await engine.sandboxes.set_timeout(sandbox.id, timeout)
     return await view.with_divergence(engine.sandboxes.get(sandbox.id))
 
@@ -109,9 +109,9 @@ async def kill(ref: Ref, engine: EngineDep) -> None:
 async def connect(
     request: Request, ref: Ref, engine: EngineDep, view: ViewDep, body: requests.Resume | None = None
 ) -> shapes.SandboxShape:
-    """A timeout can only extend the life of a running sandbox."""
+    """A timeout can only extend the lifetime of a running sandbox."""
     body = body or requests.Resume()
-    timeout, sandbox = body.given("timeout"), engine.sandboxes.get(ref)
+    timeout, sandbox = body.value_or_unset("timeout"), engine.sandboxes.get(ref)
     if timeout == 0:
         raise Invalid(
             "the timeout must be more than 0 seconds, or -1 for never, because a connection needs a running sandbox"
@@ -119,7 +119,7 @@ async def connect(
     if sandbox.state is SandboxState.PAUSED:
         work = engine.sandboxes.resume(sandbox.id, timeout=timeout, cold_start=body.memory is False)
         return view.sandbox(await cancel_on_disconnect(request, work))
-    if timeout is not UNSET and _is_longer(timeout, sandbox):
+    if timeout is not UNSET and _would_extend(timeout, sandbox):
         await engine.sandboxes.set_timeout(sandbox.id, timeout)
     return view.sandbox(engine.sandboxes.get(sandbox.id))
 
@@ -129,7 +129,7 @@ async def resume(
     request: Request, ref: Ref, engine: EngineDep, view: ViewDep, body: requests.Resume | None = None
 ) -> shapes.SandboxShape:
     body = body or requests.Resume()
-    work = engine.sandboxes.resume(ref, timeout=body.given("timeout"), cold_start=body.memory is False)
+    work = engine.sandboxes.resume(ref, timeout=body.value_or_unset("timeout"), cold_start=body.memory is False)
     return view.sandbox(await cancel_on_disconnect(request, work))
 
 
@@ -182,14 +182,14 @@ async def snapshot(
         ref,
         name=body.name,
         description=body.description,
-        memory=body.has_memory,
+        memory=body.memory_mode,
         expires_in=body.expires_in,
         volumes=body.volumes,
         retention=Retention.model_validate(body.retention.model_dump()) if body.retention else None,
     )
-    taken = await cancel_on_disconnect(request, work)
-    request.app.state.metrics.record_capture(taken)
-    return view.snapshot(taken)
+    snapshot_record = await cancel_on_disconnect(request, work)
+    request.app.state.metrics.record_capture(snapshot_record)
+    return view.snapshot(snapshot_record)
 
 
 @router.post("/sandboxes/{ref}/rollback", summary="Roll a sandbox back to a snapshot, under the same id")
@@ -250,79 +250,79 @@ async def fork(
     operation: Operation = "",
 ) -> list[shapes.ForkResultShape]:
     spec = (body or requests.Fork()).fork_spec(idempotency_key, operation)
-    made = forks_shape(await cancel_on_disconnect(request, engine.forks.clone(ref, spec)), spec.names, view)
+    forks = forks_shape(await cancel_on_disconnect(request, engine.forks.clone(ref, spec)), spec.names, view)
     return [
-        *(shapes.ForkResultShape(sandbox=sandbox) for sandbox in made.sandboxes),
-        *(shapes.ForkResultShape(error=error) for error in made.errors),
+        *(shapes.ForkResultShape(sandbox=sandbox) for sandbox in forks.sandboxes),
+        *(shapes.ForkResultShape(error=error) for error in forks.errors),
     ]
 
 
 def forks_shape(results: list[Sandbox | GatewayError], names: list[str] | None, view: View) -> shapes.ForksShape:
-    asked = shapes.names_for(results, names)
+    fork_names = shapes.names_for(results, names)
     return shapes.ForksShape(
         sandboxes=[view.sandbox(result) for result in results if isinstance(result, Sandbox)],
         errors=[
             shapes.fork_error_shape(result, name)
-            for result, name in zip(results, asked, strict=True)
+            for result, name in zip(results, fork_names, strict=True)
             if isinstance(result, GatewayError)
         ],
     )
 
 
-Test = Callable[[Sandbox], bool]
+Filter = Callable[[Sandbox], bool]
 
 
-def _name_filter(name: str) -> list[Test]:
+def _name_filter(name: str) -> list[Filter]:
     return [lambda sandbox: sandbox.name == name] if name else []
 
 
-def _state_filter(states: str) -> list[Test]:
+def _state_filter(states: str) -> list[Filter]:
     if not states:
         return []
     try:
-        wanted = {SandboxState(word.strip()) for word in states.split(",")}
+        allowed_states = {SandboxState(word.strip()) for word in states.split(",")}
     except ValueError:
         raise Invalid(
             f"the parameter state must be running, paused, or both, separated by a comma (got {states[:80]!r})"
         ) from None
-    return [lambda sandbox: sandbox.state in wanted]
+    return [lambda sandbox: sandbox.state in allowed_states]
 
 
-def _metadata_filter(query: str) -> list[Test]:
+def _metadata_filter(query: str) -> list[Filter]:
     """Parse the metadata filter. Pairs may be URL-encoded once or, as one client does, twice."""
     pairs = parse_qsl(query, keep_blank_values=True)
     if query and not pairs:
         raise Invalid(f"the parameter metadata must be key=value pairs, separated by & (got {query[:80]!r})")
 
-    def matching(key: str, value: str) -> Test:
-        again = unquote(key), unquote(value)
-        return lambda sandbox: sandbox.metadata.get(key) == value or sandbox.metadata.get(again[0]) == again[1]
+    def has_pair(key: str, value: str) -> Filter:
+        unquoted = unquote(key), unquote(value)
+        return lambda sandbox: sandbox.metadata.get(key) == value or sandbox.metadata.get(unquoted[0]) == unquoted[1]
 
-    return [matching(key, value) for key, value in pairs]
+    return [has_pair(key, value) for key, value in pairs]
 
 
-def _template_filter(ref: str, engine: Engine) -> list[Test]:
+def _template_filter(ref: str, engine: Engine) -> list[Filter]:
     if not ref:
         return []
     ids = ids_of(ref, engine)
     return [lambda sandbox: sandbox.template_id in ids]
 
 
-def _source_filter(ref: str, engine: Engine) -> list[Test]:
+def _source_filter(ref: str, engine: Engine) -> list[Filter]:
     if not ref:
         return []
     ids = ids_of(ref, engine)
     return [lambda sandbox: sandbox.forked_from in ids]
 
 
-def _start_filter(moment: datetime | None) -> list[Test]:
-    if moment is None:
+def _start_filter(start: datetime | None) -> list[Filter]:
+    if start is None:
         return []
-    after = moment if moment.tzinfo else moment.replace(tzinfo=UTC)
-    return [lambda sandbox: sandbox.started_at >= after]
+    earliest = start if start.tzinfo else start.replace(tzinfo=UTC)
+    return [lambda sandbox: sandbox.started_at >= earliest]
 
 
-def _is_longer(timeout: float | None, sandbox: Sandbox) -> bool:
+def _would_extend(timeout: float | None, sandbox: Sandbox) -> bool:
     if sandbox.end_at is None:
         return False
     return timeout is None or datetime.now(UTC) + timedelta(seconds=timeout) > sandbox.end_at
@@ -332,4 +332,4 @@ def _decode_stdin(stdin: str) -> bytes | None:
     try:
         return base64.b64decode(stdin, validate=True) if stdin else None
     except ValueError:
-        raise Invalid("the field stdin is not base64") from None
+        raise Invalid("the field stdin is not valid base64: encode the program's input as base64") from None

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from sandbox_gateway.hosts.base import Usage, VolumeState
 
 ENVD_VERSION = "0.6.4"
-"""The envd version that the data plane implements: clients choose calls by it."""
+"""The envd version that the data plane implements: clients choose calls according to it."""
 CLIENT_ID = "local"
 NEVER = datetime(9999, 1, 1, tzinfo=UTC)
 """`endAt` of a sandbox without an end. Well before the last date, so that clients can convert it to their time zone."""
@@ -77,7 +77,7 @@ class SandboxShape(Shape):
     memory_mb: int
     disk_size_mb: int
     metadata: dict[str, str]
-    snapshot_id: str = Field(description="The sandbox's head: the snapshot that it now descends from.")
+    snapshot_id: str = Field(description="The sandbox's head: the snapshot that it currently descends from.")
     forked_from: str = Field(description="The snapshot or template that the sandbox was made from; never changes.")
     parent_sandbox_id: str
     diverged: bool | None = Field(None, description="Whether the file system has changed since the head.")
@@ -102,7 +102,7 @@ class RetentionShape(Shape):
 
 
 class SnapshotUserShape(Shape):
-    """An object that keeps a snapshot from being deleted."""
+    """A sandbox or volume that prevents the deletion of a snapshot."""
 
     kind: Literal["sandbox", "volume"]
     id: str
@@ -137,7 +137,7 @@ class SnapshotShape(Shape):
     volumes: list[VolumeCaptureShape] = Field(description="Volumes that were captured in the same pause.")
     backend: str
     users: list[SnapshotUserShape] | None = Field(
-        None, description="Sandboxes and volumes that keep it from being deleted; only in the answer for one snapshot."
+        None, description="Sandboxes and volumes that prevent its deletion; only in the response for a single snapshot."
     )
     zfs_snapshot: str | None = Field(None, description="The snapshot's name in ZFS, on hosts with ZFS.")
 
@@ -151,8 +151,8 @@ class TemplateShape(Shape):
     reason: str | None = Field(None, description="Why the build failed.")
     digest: str
     outdated: bool | None = Field(
-        description="Whether it was built with the guest of another version of the gateway, so that building its "
-        "recipe again makes a new one; null: unknown."
+        description="Whether the template was built with a guest other than the gateway's, so that building its "
+        "recipe again creates a new template; null: unknown."
     )
     created_at: datetime
     updated_at: datetime
@@ -206,7 +206,7 @@ class VolumeUserShape(Shape):
 class VolumeShape(Shape):
     volume_id: str = Field(description="Its name.")
     name: str
-    token: str | None = Field(None, description="The volume's secret; only in answers about a single volume.")
+    token: str | None = Field(None, description="The volume's secret; only in responses about a single volume.")
     size_mb: int
     used_mb: int | None = Field(description="Used space, rounded up; null if the host cannot determine it.")
     dataset: str | None = Field(None, description="The volume's name in ZFS, on hosts with ZFS.")
@@ -241,7 +241,7 @@ class ExecShape(Shape):
 
 
 class UsageShape(Shape):
-    disk_bytes: int = Field(description="Bytes on the disk that are shared with nothing else.")
+    disk_bytes: int = Field(description="Bytes on the disk that are not shared with anything else.")
     memory_bytes: int = Field(description="Bytes in memory; shared memory counts in proportion.")
 
 
@@ -276,8 +276,8 @@ class HealthShape(Shape):
     backend: str
 
 
-class Hidden(Shape):
-    """A snapshot that is removed with its last user."""
+class HiddenShape(Shape):
+    """A hidden snapshot, which is removed with its last user."""
 
     snapshot_id: str
     status: Literal["hidden"]
@@ -294,9 +294,9 @@ def network_shape(policy: NetworkPolicy) -> NetworkShape:
 
 
 def sandbox_shape(
-    sandbox: Sandbox, *, backend: str, domain: str, mounts: list[VolumeMountShape], **known: Any
+    sandbox: Sandbox, *, backend: str, domain: str, mounts: list[VolumeMountShape], **extra: Any
 ) -> SandboxShape:
-    """Describe a sandbox. ``known``: alias, address, envd_access_token, traffic_access_token, diverged, if known."""
+    """Describe a sandbox. ``extra``: alias, address, envd_access_token, traffic_access_token and diverged, if known."""
     sizes = sandbox.resources
     return SandboxShape(
         sandbox_id=sandbox.id,
@@ -323,7 +323,7 @@ def sandbox_shape(
         allow_internet_access=sandbox.network.allow_internet,
         volume_mounts=mounts,
         backend=backend,
-        **known,
+        **extra,
     )
 
 
@@ -334,9 +334,9 @@ def snapshot_shape(
     forks: int,
     mounts: list[VolumeMountShape],
     volumes: list[VolumeCaptureShape],
-    **known: Any,
+    **extra: Any,
 ) -> SnapshotShape:
-    """Describe a snapshot. ``known``: users, and zfs_snapshot, if the host has one."""
+    """Describe a snapshot. ``extra``: users, and zfs_snapshot if the host has one."""
     sizes = snapshot.resources
     return SnapshotShape(
         snapshot_id=snapshot.id,
@@ -352,7 +352,7 @@ def snapshot_shape(
         created_at=snapshot.created_at,
         updated_at=snapshot.updated_at,
         expires_at=snapshot.expires_at,
-        retention=_retention(snapshot.retention),
+        retention=_retention_shape(snapshot.retention),
         memory=snapshot.memory.value,
         cold_startable=True,
         memory_bytes_written=snapshot.memory_bytes_written,
@@ -365,12 +365,12 @@ def snapshot_shape(
         volume_mounts=mounts,
         volumes=volumes,
         backend=backend,
-        **known,
+        **extra,
     )
 
 
-def volume_shape(volume: Volume, state: VolumeState | None, mounts: list[VolumeUserShape], **known: Any) -> VolumeShape:
-    """Describe a volume. ``state``: None if the host cannot determine it. ``known``: token, dataset, if known."""
+def volume_shape(volume: Volume, state: VolumeState | None, mounts: list[VolumeUserShape], **extra: Any) -> VolumeShape:
+    """Describe a volume. ``state``: None if the host cannot determine it. ``extra``: token and dataset, if known."""
     return VolumeShape(
         volume_id=volume.name,
         name=volume.name,
@@ -381,7 +381,7 @@ def volume_shape(volume: Volume, state: VolumeState | None, mounts: list[VolumeU
         from_snapshot=volume.from_snapshot,
         owner_sandbox_id=volume.owner,
         stuck=state.stuck if state else [],
-        **known,
+        **extra,
     )
 
 
@@ -442,19 +442,19 @@ def recipe_fields(recipe: dict[str, Any]) -> dict[str, Any]:
     """Return a stored recipe with the field names of requests; ``packages`` is sorted and without duplicates."""
     if not recipe:
         return {}
-    known = Recipe.model_validate(recipe)
-    sizes = known.resources
+    model = Recipe.model_validate(recipe)
+    sizes = model.resources
     return {
-        "from": known.source.value,
-        "suite": known.suite,
-        "mirror": known.mirror,
-        "packages": sorted(set(known.packages)),
-        "path": known.path,
-        "setup": known.setup,
-        "startCommand": known.start_command,
-        "readyProbe": known.ready_probe,
-        "readyTimeout": known.ready_timeout,
-        "setupTimeout": known.setup_timeout,
+        "from": model.source.value,
+        "suite": model.suite,
+        "mirror": model.mirror,
+        "packages": sorted(set(model.packages)),
+        "path": model.path,
+        "setup": model.setup,
+        "startCommand": model.start_command,
+        "readyProbe": model.ready_probe,
+        "readyTimeout": model.ready_timeout,
+        "setupTimeout": model.setup_timeout,
         "cpuCount": sizes.cpus,
         "memoryMB": sizes.memory_mb,
         "diskSizeMB": sizes.disk_mb,
@@ -509,7 +509,7 @@ def names_for(results: Sequence[object], names: Sequence[str] | None) -> list[st
     return list(names) if names and len(names) == len(results) else [""] * len(results)
 
 
-def _retention(rule: Retention | None) -> RetentionShape | None:
+def _retention_shape(rule: Retention | None) -> RetentionShape | None:
     if rule is None:
         return None
     return RetentionShape(keep_last=rule.keep_last, keep_daily=rule.keep_daily, max_age=rule.max_age)

@@ -37,15 +37,15 @@ async def index(
     ] = "",
 ) -> list[shapes.SnapshotShape]:
     sources, templates = _sandbox_ids(sandbox, engine), ids_of(template, engine)
-    found = [
+    snapshots = [
         snapshot
         for snapshot in engine.snapshots.list()
         if (not name or name in snapshot.names)
         and (not sandbox or snapshot.source_sandbox in sources)
         and (not template or snapshot.template_id in templates)
     ]
-    shown = page(found, lambda snapshot: (snapshot.created_at, snapshot.id), response, limit, next_token)
-    return [view.snapshot(snapshot) for snapshot in shown]
+    items = page(snapshots, lambda snapshot: (snapshot.created_at, snapshot.id), response, limit, next_token)
+    return [view.snapshot(snapshot) for snapshot in items]
 
 
 @router.get(
@@ -59,7 +59,7 @@ async def show(ref: Ref, engine: EngineDep, view: ViewDep) -> shapes.SnapshotSha
     "/snapshots/{ref}",
     status_code=204,
     summary="Remove a snapshot",
-    responses={202: {"model": shapes.Hidden, "description": "Hidden; removed with its last user"}},
+    responses={202: {"model": shapes.HiddenShape, "description": "Hidden; removed with its last user"}},
 )
 async def delete(ref: Ref, engine: EngineDep, when: When = None) -> Response:
     return await remove(engine, engine.snapshots.get(ref), when)
@@ -99,8 +99,8 @@ async def remove(engine: Engine, snapshot: Snapshot, when: str | None) -> Respon
     """Delete a snapshot. 204: deleted. 202: hidden until its last user is removed."""
     if await engine.snapshots.delete(snapshot.id, when_unused=when == "unused"):
         return Response(status_code=204)
-    blockers = [each.id for each in engine.references.blockers(snapshot)]
-    shape = shapes.Hidden(snapshot_id=snapshot.id, status="hidden", blockers=blockers)
+    blockers = [blocker.id for blocker in engine.references.blockers(snapshot)]
+    shape = shapes.HiddenShape(snapshot_id=snapshot.id, status="hidden", blockers=blockers)
     return JSONResponse(shape.model_dump(), 202)
 
 

@@ -11,7 +11,7 @@ from fastapi.responses import JSONResponse, StreamingResponse
 from sandbox_gateway.api.dependencies import EngineDep, Ref
 from sandbox_gateway.api.native import requests, shapes
 from sandbox_gateway.api.native.snapshots import When, remove
-from sandbox_gateway.api.native.view import template_or_snapshot
+from sandbox_gateway.api.native.view import get_template_or_snapshot
 from sandbox_gateway.api.paging import Limit, NextToken, page
 from sandbox_gateway.engine.builds import Build
 from sandbox_gateway.engine.engine import Engine
@@ -46,24 +46,24 @@ async def index(
     """List the templates that are ready, being built, or whose build failed since the gateway started."""
     guest = await engine.templates.guest_digest()
     ready = engine.snapshots.list([SnapshotKind.TEMPLATE])
-    there = {template.id for template in ready}
-    found = [
-        *(_ready(engine, template, guest) for template in ready),
+    ready_ids = {template.id for template in ready}
+    templates = [
+        *(_ready_shape(engine, template, guest) for template in ready),
         *(
             shapes.building_shape(build)
             for build in engine.templates.list_unfinished_builds()
-            if build.template_id not in there
+            if build.template_id not in ready_ids
         ),
     ]
-    wanted = [template for template in found if not name or name in template.names]
-    return page(wanted, lambda shape: (shape.created_at, shape.template_id), response, limit, next_token)
+    matches = [template for template in templates if not name or name in template.names]
+    return page(matches, lambda shape: (shape.created_at, shape.template_id), response, limit, next_token)
 
 
 @router.get("/templates/{ref}", response_model_exclude_unset=True, summary="Show a template")
 async def show(ref: Ref, engine: EngineDep) -> shapes.TemplateShape:
     guest = await engine.templates.guest_digest()
     try:
-        return _ready(engine, engine.templates.get(ref), guest)
+        return _ready_shape(engine, engine.templates.get(ref), guest)
     except NotFound:
         build = engine.templates.get_build(ref)
         if build.status == "ready":
@@ -80,7 +80,7 @@ async def by_alias(ref: Ref, engine: EngineDep) -> shapes.AliasShape:
 @router.put("/templates/{ref}/alias", response_model_exclude_unset=True, summary="Give a template an additional name")
 async def set_alias(ref: Ref, body: requests.SetAlias, engine: EngineDep) -> shapes.TemplateShape:
     guest = await engine.templates.guest_digest()
-    return _ready(engine, await engine.templates.set_alias(ref, body.alias), guest)
+    return _ready_shape(engine, await engine.templates.set_alias(ref, body.alias), guest)
 
 
 @router.get("/templates/{ref}/builds/{build}/status", summary="Show the status of a build")
@@ -106,23 +106,23 @@ async def build_logs(
     engine: EngineDep,
     follow: Annotated[bool, Query(description="Stream the log as text until the build ends")] = False,
 ) -> Response:
-    found = engine.templates.get_build(ref, build)
+    build_record = engine.templates.get_build(ref, build)
     if follow:
-        return StreamingResponse(_lines(found), media_type="text/plain; charset=utf-8")
-    return JSONResponse({"logs": found.lines})
+        return StreamingResponse(_log_lines(build_record), media_type="text/plain; charset=utf-8")
+    return JSONResponse({"logs": build_record.lines})
 
 
 @router.delete(
     "/templates/{ref}",
     status_code=204,
     summary="Remove a template (or a snapshot)",
-    responses={202: {"model": shapes.Hidden, "description": "Hidden; removed with its last user"}},
+    responses={202: {"model": shapes.HiddenShape, "description": "Hidden; removed with its last user"}},
 )
 async def delete(ref: Ref, engine: EngineDep, when: When = None) -> Response:
-    return await remove(engine, template_or_snapshot(engine, ref), when)
+    return await remove(engine, get_template_or_snapshot(engine, ref), when)
 
 
-def _ready(engine: Engine, template: Snapshot, guest: str) -> shapes.TemplateShape:
+def _ready_shape(engine: Engine, template: Snapshot, guest: str) -> shapes.TemplateShape:
     return shapes.template_shape(
         template,
         build_id=engine.templates.get_build(template.id).build_id,
@@ -131,6 +131,6 @@ def _ready(engine: Engine, template: Snapshot, guest: str) -> shapes.TemplateSha
     )
 
 
-async def _lines(build: Build) -> AsyncIterator[str]:
+async def _log_lines(build: Build) -> AsyncIterator[str]:
     async for line in build.follow():
         yield f"{line}\n"

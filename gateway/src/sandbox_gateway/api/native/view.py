@@ -17,7 +17,7 @@ from sandbox_gateway.errors import GatewayError, NotFound
 from sandbox_gateway.hosts.base import VolumeState
 from sandbox_gateway.records import Mount, Sandbox, Snapshot, SnapshotKind, Volume, VolumeSnapshot
 
-_ASKED_AT_ONCE = 16
+_MAX_CONCURRENT_QUERIES = 16
 
 
 class View:
@@ -30,27 +30,27 @@ class View:
     def backend(self) -> str:
         return self.engine.host.kind
 
-    def sandbox(self, sandbox: Sandbox, *, secret: bool = True, **known: Any) -> shapes.SandboxShape:
+    def sandbox(self, sandbox: Sandbox, *, secret: bool = True, **extra: Any) -> shapes.SandboxShape:
         """Describe a sandbox. The access tokens are left out if not ``secret``, or for a read-only caller."""
-        known |= self._reach(sandbox, secret and self.permission >= Permission.EXEC)
+        extra |= self._connection_fields(sandbox, secret and self.permission >= Permission.EXEC)
         if alias := self._alias(sandbox.template_id):
-            known["alias"] = alias
+            extra["alias"] = alias
         return shapes.sandbox_shape(
             sandbox,
             backend=self.backend,
             domain=self.config.server.domain,
             mounts=self._mounts(sandbox.mounts),
-            **known,
+            **extra,
         )
 
     def snapshot(self, snapshot: Snapshot, *, with_users: bool = False) -> shapes.SnapshotShape:
-        known: dict[str, Any] = {"zfs_snapshot": name} if (name := snapshot.host.get("zfsSnapshot")) else {}
+        extra: dict[str, Any] = {"zfs_snapshot": name} if (name := snapshot.host.get("zfsSnapshot")) else {}
         if with_users:
-            known["users"] = [
+            extra["users"] = [
                 shapes.SnapshotUserShape(
-                    kind="sandbox" if isinstance(each, Sandbox) else "volume", id=each.id, name=each.name
+                    kind="sandbox" if isinstance(user, Sandbox) else "volume", id=user.id, name=user.name
                 )
-                for each in self.engine.references.blockers(snapshot)
+                for user in self.engine.references.blockers(snapshot)
             ]
         return shapes.snapshot_shape(
             snapshot,
@@ -58,18 +58,18 @@ class View:
             forks=len(self.engine.references.blocking_sandboxes(snapshot)),
             mounts=self._mounts(snapshot.mounts),
             volumes=[
-                shapes.VolumeCaptureShape(name=self._volume_name(each.volume), snapshot_id=each.snapshot)
-                for each in snapshot.volumes
+                shapes.VolumeCaptureShape(name=self._volume_name(capture.volume), snapshot_id=capture.snapshot)
+                for capture in snapshot.volumes
             ],
-            **known,
+            **extra,
         )
 
     async def volume(self, volume: Volume, *, secret: bool = False) -> shapes.VolumeShape:
         """Describe a volume. ``secret``: include its token, which is empty for a read-only caller."""
-        known = {"dataset": name} if (name := volume.host.get("dataset")) else {}
+        extra = {"dataset": name} if (name := volume.host.get("dataset")) else {}
         if secret:
-            known["token"] = self._volume_token(volume) if self.permission >= Permission.EXEC else ""
-        return shapes.volume_shape(volume, await self._volume_state(volume), self._users(volume), **known)
+            extra["token"] = self._volume_token(volume) if self.permission >= Permission.EXEC else ""
+        return shapes.volume_shape(volume, await self._volume_state(volume), self._users(volume), **extra)
 
     def volume_snapshot(self, snapshot: VolumeSnapshot) -> shapes.VolumeSnapshotShape:
         return shapes.volume_snapshot_shape(snapshot, self._volume_name(snapshot.volume))
@@ -82,14 +82,14 @@ class View:
 
     async def with_divergences(self, sandboxes: Sequence[Sandbox]) -> list[shapes.SandboxShape]:
         """Describe sandboxes, without secrets. Queries their agents concurrently, because some may not answer."""
-        gate = asyncio.Semaphore(_ASKED_AT_ONCE)
+        semaphore = asyncio.Semaphore(_MAX_CONCURRENT_QUERIES)
 
-        async def ask(sandbox: Sandbox) -> bool | None:
-            async with gate:
+        async def query(sandbox: Sandbox) -> bool | None:
+            async with semaphore:
                 return await self._has_diverged(sandbox)
 
-        answers = await asyncio.gather(*map(ask, sandboxes))
-        pairs = zip(sandboxes, answers, strict=True)
+        divergences = await asyncio.gather(*map(query, sandboxes))
+        pairs = zip(sandboxes, divergences, strict=True)
         return [self.sandbox(sandbox, secret=False, diverged=diverged) for sandbox, diverged in pairs]
 
     async def _has_diverged(self, sandbox: Sandbox) -> bool | None:
@@ -99,16 +99,16 @@ class View:
         except GatewayError:
             return None
 
-    def _reach(self, sandbox: Sandbox, secret: bool) -> dict[str, Any]:
-        known = {}
+    def _connection_fields(self, sandbox: Sandbox, secret: bool) -> dict[str, Any]:
+        extra = {}
         if secret:
-            known["envd_access_token"] = self.engine.agents.access_token(sandbox)
-            known["traffic_access_token"] = traffic_token(self.engine, sandbox.id)
+            extra["envd_access_token"] = self.engine.agents.access_token(sandbox)
+            extra["traffic_access_token"] = traffic_token(self.engine, sandbox.id)
         try:
             address, _ = self.engine.agents.endpoint(sandbox.id)
         except GatewayError:
-            return known
-        return {**known, "address": address}
+            return extra
+        return {**extra, "address": address}
 
     def _mounts(self, mounts: Iterable[Mount]) -> list[shapes.VolumeMountShape]:
         return [self.mount(mount) for mount in mounts]
@@ -148,7 +148,7 @@ class View:
         return names[0] if names else None
 
 
-def template_or_snapshot(engine: Engine, ref: str) -> Snapshot:
+def get_template_or_snapshot(engine: Engine, ref: str) -> Snapshot:
     """Return the template or snapshot to make a sandbox from. Raises NotFound with the wording that clients expect."""
     try:
         return engine.snapshots.get(ref)
@@ -157,9 +157,9 @@ def template_or_snapshot(engine: Engine, ref: str) -> Snapshot:
 
 
 def ids_of(ref: str, engine: Engine) -> set[str]:
-    """Return ``ref`` and the id of the template or snapshot with that name; for filters, which never fail."""
-    everything = engine.snapshots.list([SnapshotKind.SNAPSHOT, SnapshotKind.TEMPLATE])
-    return {ref, *(snapshot.id for snapshot in everything if ref in snapshot.names)}
+    """Return ``ref`` and the id of the template or snapshot with that name, if there is one. Used for filters."""
+    snapshots = engine.snapshots.list([SnapshotKind.SNAPSHOT, SnapshotKind.TEMPLATE])
+    return {ref, *(snapshot.id for snapshot in snapshots if ref in snapshot.names)}
 
 
 async def _view(request: Request) -> View:

@@ -15,7 +15,9 @@ from sandbox_gateway.api.waiting import cancel_on_disconnect
 from sandbox_gateway.records import new_id
 
 router = APIRouter(tags=["volumes"])
-OfVolume = Annotated[str, Path(max_length=MAX_REF_LENGTH, description="Id or name of a snapshot of the volume.")]
+VolumeSnapshotRef = Annotated[
+    str, Path(max_length=MAX_REF_LENGTH, description="Id or name of a snapshot of the volume.")
+]
 
 
 @router.post("/volumes", status_code=201, response_model_exclude_unset=True, summary="Create a volume")
@@ -34,9 +36,9 @@ async def index(
     next_token: Annotated[NextToken, Query(alias="nextToken")] = "",
     name: str = "",
 ) -> list[shapes.VolumeShape]:
-    found = [volume for volume in engine.volumes.list() if not name or volume.name == name]
-    shown = page(found, lambda volume: (volume.created_at, volume.id), response, limit, next_token)
-    return list(await asyncio.gather(*(view.volume(volume) for volume in shown)))
+    volumes = [volume for volume in engine.volumes.list() if not name or volume.name == name]
+    items = page(volumes, lambda volume: (volume.created_at, volume.id), response, limit, next_token)
+    return list(await asyncio.gather(*(view.volume(volume) for volume in items)))
 
 
 @router.get("/volumes/{ref}", response_model_exclude_unset=True, summary="Show a volume")
@@ -92,13 +94,13 @@ async def snapshots(
     next_token: Annotated[NextToken, Query(alias="nextToken")] = "",
     name: str = "",
 ) -> list[shapes.VolumeSnapshotShape]:
-    found = [each for each in engine.volumes.list_snapshots(ref) if not name or each.name == name]
-    shown = page(found, lambda each: (each.created_at, each.id), response, limit, next_token)
-    return [view.volume_snapshot(each) for each in shown]
+    matches = [snapshot for snapshot in engine.volumes.list_snapshots(ref) if not name or snapshot.name == name]
+    items = page(matches, lambda snapshot: (snapshot.created_at, snapshot.id), response, limit, next_token)
+    return [view.volume_snapshot(snapshot) for snapshot in items]
 
 
 @router.delete("/volumes/{ref}/snapshots/{snapshot}", status_code=204, summary="Remove a snapshot of a volume")
-async def delete_snapshot(ref: Ref, snapshot: OfVolume, engine: EngineDep) -> None:
+async def delete_snapshot(ref: Ref, snapshot: VolumeSnapshotRef, engine: EngineDep) -> None:
     await engine.volumes.delete_snapshot(ref, snapshot)
 
 

@@ -4,24 +4,18 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import os
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 
-from sandbox_gateway.errors import Busy, GatewayError, NotFound
-from sandbox_gateway.hosts.jail_zfs.command_runner import CommandRunner
-from sandbox_gateway.hosts.jail_zfs.jail.holders import describe_holders
-from sandbox_gateway.hosts.jail_zfs.jail.jails import Jails
-from sandbox_gateway.hosts.jail_zfs.jail.mount_table import Mounted, MountTable
-from sandbox_gateway.hosts.jail_zfs.jail.volume_mounts import VolumeMounts
-from sandbox_gateway.hosts.jail_zfs.storage.root import SANDBOXES
-from sandbox_gateway.hosts.jail_zfs.storage.storage import ZfsStorage
+from sandbox_gateway.errors import Busy, NotFound
+from sandbox_gateway.hosts.jail_zfs.jail.holders import Holders
+from sandbox_gateway.hosts.jail_zfs.jail.mounts import JailMounts, MountFilter
+from sandbox_gateway.hosts.jail_zfs.retries import retry_later
+from sandbox_gateway.hosts.jail_zfs.storage.storage import StorageScan, ZfsStorage
 from sandbox_gateway.log import Logger
 from sandbox_gateway.records import Sandbox, Snapshot, VolumeSnapshot
 from sandbox_gateway.tasks import BackgroundTasks, finish_despite_cancellation
-
-_RETRIES = 20
-_RETRY_SECONDS = 3.0
 
 log = Logger("jail_zfs")
 
@@ -30,35 +24,33 @@ class Disks:
     def __init__(
         self,
         storage: ZfsStorage,
-        run: CommandRunner,
-        jails: Jails,
-        table: MountTable,
-        mounts: VolumeMounts,
+        holders: Holders,
+        mounts: JailMounts,
         background: BackgroundTasks,
     ) -> None:
         self._storage = storage
-        self._run = run
-        self._jails = jails
-        self._table = table
+        self._holders = holders
         self._mounts = mounts
         self._background = background
         self._instances: set[str] = set()
-        """The instances that have a dataset."""
+        """Instances that have a dataset."""
         self._snapshots: dict[str, Snapshot] = {}
 
     @property
     def directory(self) -> Path:
-        """Return the directory in which instances are mounted, without symbolic links, as `jls` reports it."""
-        return Path(os.path.realpath(self._storage.root.mountpoint)) / SANDBOXES
+        """Return the directory on the host in which instances are mounted."""
+        return self._storage.instances.directory
 
     def path(self, instance: str) -> Path:
-        return self.directory / instance
+        return self._storage.instances.path(instance)
 
-    def load(self, sandboxes: Iterable[Sandbox], snapshots: Iterable[Snapshot]) -> None:
-        """Load the result of a scan."""
-        self._snapshots = {snapshot.id: snapshot for snapshot in snapshots}
+    async def scan(self, teardown: Callable[[str], None]) -> StorageScan:
+        """Scan the storage. ``teardown``: see ``ZfsStorage.scan``."""
+        scan = await finish_despite_cancellation(asyncio.to_thread(self._storage.scan, teardown))
+        self._snapshots = {snapshot.id: snapshot for snapshot in scan.snapshots}
         self._update_snapshot_names()
-        self._instances.update(sandbox.instance for sandbox in sandboxes)
+        self._instances.update(sandbox.instance for sandbox in scan.sandboxes)
+        return scan
 
     # -- file systems -----------------------------------------------------------------------------------------------
 
@@ -69,36 +61,34 @@ class Disks:
         self._instances.add(sandbox.instance)
 
     async def mount(self, instance: str) -> None:
-        """Mount an instance's file system. Raises Busy, which lists the holders, if that fails."""
+        """Mount an instance's file system. Raises Busy, with a list of the holders, if it is still in use."""
         try:
             await asyncio.to_thread(self._storage.instances.mount, instance)
         except Busy:
             raise Busy(
                 f"the file system of the sandbox ({self._storage.instances.dataset(instance)}) cannot be mounted: "
-                f"{await self._describe_holders(instance)}. End these users, then try again"
+                f"{await self._describe_holders(instance)}. End the processes that use it, then try again"
             ) from None
 
     async def _describe_holders(self, instance: str) -> str:
         dataset = self._storage.instances.dataset(instance)
-        return await describe_holders(self._run, self._jails, self._table, dataset, self.path(instance))
+        return await self._holders.describe(dataset, self.path(instance))
 
     async def save(self, sandbox: Sandbox) -> None:
+        """Commit the sandbox's record. Clones the pause snapshot first if the instance has no file system yet."""
         if sandbox.instance not in self._instances and sandbox.pause_snapshot:
-            # The sandbox will start later: a clone protects the snapshot that it starts from, and carries the record.
+            # The sandbox will start later. Until then, the clone stores the record and protects the snapshot.
             await self.clone(sandbox.pause_snapshot, sandbox)
         await finish_despite_cancellation(asyncio.to_thread(self._storage.instances.save, sandbox))
 
     async def forget(self, sandbox: Sandbox) -> None:
-        """Drop the sandbox's record."""
+        """Remove the sandbox's record."""
         await finish_despite_cancellation(asyncio.to_thread(self._storage.instances.forget, sandbox.instance))
 
     async def discard(self, instance: str) -> None:
-        """Remove or retire the dataset.
-
-        Continues in the background if it is still in use, for example by a dying jail.
-        """
+        """Remove or retire an instance's dataset. Retries in the background while it is in use, as by a dying jail."""
         try:
-            if self._mounts.stuck(self._is_in(instance)):
+            if self._mounts.stuck(self._match_instance(instance)):
                 raise Busy("a mount in the sandbox's file system is stuck")
             await finish_despite_cancellation(asyncio.to_thread(self._storage.instances.discard, instance))
         except Busy as error:
@@ -113,22 +103,17 @@ class Disks:
             return
         self._note_discarded(instance)
 
-    def _is_in(self, instance: str) -> Callable[[Mounted], bool]:
+    def _match_instance(self, instance: str) -> MountFilter:
         return lambda mount: mount.node.startswith(f"{self.path(instance)}/")
 
     async def _discard_later(self, instance: str) -> None:
-        await self._mounts.wait_until_unmounted(self._is_in(instance))
-        for _ in range(_RETRIES):
-            await asyncio.sleep(_RETRY_SECONDS)
-            try:
-                await finish_despite_cancellation(asyncio.to_thread(self._storage.instances.discard, instance))
-            except GatewayError:
-                continue
+        discard = partial(self._storage.instances.discard, instance)
+        if await retry_later(discard, self._mounts, self._match_instance(instance)):
             self._note_discarded(instance)
             return
         holders = await self._describe_holders(instance)
         log.error(
-            "a sandbox's file system could not be removed, the next start of the gateway tries again",
+            "a sandbox's file system could not be removed; the gateway tries again when it starts next time",
             instance=instance,
             holders=holders,
         )
@@ -144,7 +129,7 @@ class Disks:
         await finish_despite_cancellation(asyncio.to_thread(capture, sandbox.instance, snapshot, volumes))
 
     def expected_name(self, sandbox: Sandbox, snapshot: Snapshot) -> str:
-        """Return the ZFS name of a snapshot that is about to be taken."""
+        """Return the full ZFS name that a new snapshot of the sandbox will have."""
         return f"{self._storage.instances.dataset(sandbox.instance)}@{snapshot.id}"
 
     async def save_snapshot(self, snapshot: Snapshot) -> None:
@@ -161,7 +146,7 @@ class Disks:
         self._update_snapshot_names()
 
     def _update_snapshot_names(self) -> None:
-        """Update ZFS names of snapshots, which change when their sandbox is removed."""
+        """Update the ZFS names in the snapshots' records: a name changes when the snapshot's sandbox is removed."""
         for snapshot in self._snapshots.values():
             with contextlib.suppress(NotFound):
                 snapshot.host["zfsSnapshot"] = self._storage.snapshots.full_name(snapshot.id)
@@ -173,4 +158,4 @@ class Disks:
 
     async def unique_bytes(self, sandbox: Sandbox) -> int:
         """Return the number of bytes that only this sandbox uses."""
-        return (await asyncio.to_thread(self._storage.instances.usage, sandbox.instance)).unique
+        return await asyncio.to_thread(self._storage.instances.unique_bytes, sandbox.instance)

@@ -1,6 +1,6 @@
-"""The jail/ZFS host: VNET jails on ZFS clones, with the interface of hosts.base.
+"""Implement the host interface of hosts.base with VNET jails on ZFS clones.
 
-A jail's memory cannot be captured: a snapshot holds a file system, and a fork starts a new agent.
+A jail's memory cannot be captured: a snapshot contains only a file system, and a fork starts a new agent.
 """
 
 from __future__ import annotations
@@ -12,21 +12,21 @@ from pathlib import Path
 
 from sandbox_gateway.config import Config
 from sandbox_gateway.errors import BackendFailed, GatewayError, Invalid, Unsupported
-from sandbox_gateway.hosts.addresses import name_servers
 from sandbox_gateway.hosts.base import Abilities, Endpoint, GuestMount, Log, Scan, Usage, VolumeState
-from sandbox_gateway.hosts.jail_zfs.command_runner import CommandRunner
+from sandbox_gateway.hosts.jail_zfs.commands import CommandRunner
 from sandbox_gateway.hosts.jail_zfs.disks import Disks
 from sandbox_gateway.hosts.jail_zfs.jail import rootfs
+from sandbox_gateway.hosts.jail_zfs.jail.holders import Holders
 from sandbox_gateway.hosts.jail_zfs.jail.identity import Identities, gateway_key
 from sandbox_gateway.hosts.jail_zfs.jail.jails import Jails
 from sandbox_gateway.hosts.jail_zfs.jail.mount_table import MountTable
+from sandbox_gateway.hosts.jail_zfs.jail.mounts import JailMounts
+from sandbox_gateway.hosts.jail_zfs.jail.names import JailNames
 from sandbox_gateway.hosts.jail_zfs.jail.rctl import Limits
-from sandbox_gateway.hosts.jail_zfs.jail.volume_mounts import VolumeMounts
-from sandbox_gateway.hosts.jail_zfs.network.epair import Bridge
-from sandbox_gateway.hosts.jail_zfs.network.pf import Pf
+from sandbox_gateway.hosts.jail_zfs.machine_register import Machine, MachineRegister
+from sandbox_gateway.hosts.jail_zfs.network.jail_network import JailNetwork
 from sandbox_gateway.hosts.jail_zfs.recovery import JailRecovery
-from sandbox_gateway.hosts.jail_zfs.runner import ENDED, JailRunner
-from sandbox_gateway.hosts.jail_zfs.running_machines import RunningMachines
+from sandbox_gateway.hosts.jail_zfs.runner import ENDED_REASON, JailRunner
 from sandbox_gateway.hosts.jail_zfs.storage.storage import ZfsStorage
 from sandbox_gateway.hosts.jail_zfs.volumes import JailVolumes
 from sandbox_gateway.hosts.jail_zfs.watcher import JailWatcher
@@ -39,7 +39,7 @@ log = Logger("jail_zfs")
 
 
 class JailZfsHost:
-    """Implements hosts.base.Host. ``environment`` is added to that of FreeBSD's commands."""
+    """Implements hosts.base.Host. ``environment``: variables to set for FreeBSD's commands."""
 
     kind = "jail_zfs"
     abilities = Abilities(
@@ -54,46 +54,23 @@ class JailZfsHost:
         self._background = BackgroundTasks(log)
         self._run = CommandRunner(environment)
         self._storage = ZfsStorage(config.jail_zfs.dataset, lock_directory=state)
-        # the network
-        bridge = config.jail_zfs.bridge or f"{prefix}br"
-        self._bridge = Bridge(self._run, name=bridge, prefix=prefix, subnet=config.network.subnet)
-        self._pf = Pf(self._run, self._bridge, prefix)
+        self._network = JailNetwork(self._run, config)
         # jails and their mounts
-        self._machines = RunningMachines(self._bridge)
+        self._machines = MachineRegister(self._network.bridge)
         self._jails = Jails(self._run)
-        self._limits = Limits(self._run, config.jail_zfs.processes)
+        self._names = JailNames(self._jails, prefix=prefix, dying_seconds=config.jail_zfs.dying_seconds)
+        self._limits = Limits(self._run, prefix, config.jail_zfs.processes)
         self._identities = Identities(state / "run")
         table = MountTable(self._run)
-        mounts = VolumeMounts(self._run, self._jails, table, self._background, state)
+        mounts = JailMounts(self._run, self._jails, table, self._background, state)
         # operations
-        self._disks = Disks(self._storage, self._run, self._jails, table, mounts, self._background)
-        self._volumes = JailVolumes(
-            self._storage.volumes, self._storage.volume_snapshots, self._machines, mounts, self._background
-        )
+        self._disks = Disks(self._storage, Holders(self._run, self._jails, table), mounts, self._background)
+        self._volumes = JailVolumes(self._storage, self._machines, mounts, self._background)
         self._runner = JailRunner(
-            self._machines,
-            self._disks,
-            self._jails,
-            self._identities,
-            self._bridge,
-            self._pf,
-            self._limits,
-            mounts,
-            self._volumes,
-            prefix=prefix,
-            dying_seconds=config.jail_zfs.dying_seconds,
+            self._machines, self._jails, self._identities, self._limits, self._network, mounts, self._volumes
         )
         self._watcher = JailWatcher(self._machines, self._jails)
-        self._recovery = JailRecovery(
-            self._storage,
-            self._machines,
-            self._disks,
-            self._jails,
-            table,
-            mounts,
-            self._runner,
-            self._volumes,
-        )
+        self._recovery = JailRecovery(self._machines, self._disks, self._jails, mounts, self._runner, self._volumes)
 
     # -- the host ---------------------------------------------------------------------------------------------------
 
@@ -111,11 +88,10 @@ class JailZfsHost:
             for path in (root, self._storage.root.mountpoint):
                 if len(str(path).split()) != 1:
                     raise Invalid(
-                        f"the path {str(path)!r} contains white space, which jails cannot mount: choose another path"
+                        f"the path {str(path)!r} contains whitespace, so jails cannot mount it: choose another path"
                     )
             await self._limits.open()
-            await self._bridge.open()
-            await self._pf.open(self._config.jail_zfs.egress)
+            await self._network.open()
             if (await self._run("sysctl", "-n", "net.inet.ip.forwarding")).strip() != "1":
                 await self._run("sysctl", "net.inet.ip.forwarding=1")
         except BaseException:
@@ -130,15 +106,14 @@ class JailZfsHost:
         await self._background.cancel()
         try:
             if not self._machines:
-                await self._pf.close()
-                await self._bridge.close()
+                await self._network.close()
         except GatewayError as error:
             log.warning("the bridge or the packet filter's rules could not be removed", reason=error.message)
         self._machines.clear()
         await asyncio.to_thread(self._storage.close)
 
     async def scan(self) -> Scan:
-        scan = await self._recovery.scan(self.name_servers())
+        scan = await self._recovery.scan()
         self._background.start(self._watcher.run())
         return scan
 
@@ -173,22 +148,25 @@ class JailZfsHost:
     async def fork(self, snapshot: Snapshot, sandbox: Sandbox, *, with_memory: bool) -> None:
         if with_memory:
             raise Unsupported("a jail host captures only files, not memory: fork the snapshot without memory")
-        machine = self._runner.reserve(sandbox, self._runner.jail_name(sandbox))
+        machine = self._reserve(sandbox, self._names.default(sandbox.instance))
         try:
-            disk = self._disks.clone(snapshot.id, sandbox)
-            await self._runner.start(machine, sandbox, disk, self.name_servers())
+            await self._runner.start(machine, sandbox, self._disks.clone(snapshot.id, sandbox))
         except BaseException:
             await finish_despite_cancellation(self.discard(sandbox))
             raise
 
     async def boot(self, sandbox: Sandbox) -> None:
-        machine = self._runner.reserve(sandbox, await self._runner.free_jail_name(sandbox))
+        root = self._disks.path(sandbox.instance)
+        machine = self._reserve(sandbox, await self._names.choose_unused(sandbox.instance, root))
         try:
-            disk = self._disks.mount(sandbox.instance)
-            await self._runner.start(machine, sandbox, disk, self.name_servers())
+            await self._runner.start(machine, sandbox, self._disks.mount(sandbox.instance))
         except BaseException:
             await finish_despite_cancellation(self.stop(sandbox))
             raise
+
+    def _reserve(self, sandbox: Sandbox, jail: str) -> Machine:
+        """Reserve an address for a jail that is about to start. Raises Busy if all addresses are in use."""
+        return self._machines.create(sandbox.instance, jail, self._disks.path(sandbox.instance))
 
     async def stop(self, sandbox: Sandbox) -> None:
         await self._runner.stop(sandbox)
@@ -268,10 +246,10 @@ class JailZfsHost:
     # -- network ----------------------------------------------------------------------------------------------------
 
     def name_servers(self) -> list[str]:
-        return name_servers(self._config.network)
+        return self._network.name_servers()
 
     async def apply_network(self, sandbox: Sandbox, policy: NetworkPolicy) -> None:
-        await self._runner.change_policy(sandbox, policy, self.name_servers())
+        await self._runner.change_policy(sandbox, policy)
 
     def endpoint(self, sandbox: Sandbox) -> Endpoint:
         address = self._machines.require_running(sandbox).epair.address
@@ -288,7 +266,7 @@ class JailZfsHost:
         machine = self._machines.get(sandbox.instance)
         if machine is None:
             return "its jail is not running"
-        return ENDED if machine.has_ended else ""
+        return ENDED_REASON if machine.has_ended else ""
 
     async def console(self, sandbox: Sandbox) -> str:
         """Return "", because a jail has no console."""

@@ -1,6 +1,7 @@
-"""The volumes of a jail host: separate datasets, mounted in jails with nullfs.
+"""Manage the volumes of a jail host, which are datasets mounted in jails with nullfs.
 
-``Sandbox.mounts`` lists the wanted mounts, and the kernel's mount table the existing mounts. There is no other record.
+``Sandbox.mounts`` lists the intended mounts, and the kernel's mount table lists the existing ones. There is no other
+record of mounts.
 """
 
 from __future__ import annotations
@@ -8,37 +9,30 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections.abc import AsyncIterator, Callable, Iterable, Sequence
+from functools import partial
 from pathlib import Path
 
 from sandbox_gateway import zfs
 from sandbox_gateway.errors import Busy, GatewayError, NotFound
 from sandbox_gateway.hosts.base import VolumeState
-from sandbox_gateway.hosts.jail_zfs.jail.mount_table import Mounted
-from sandbox_gateway.hosts.jail_zfs.jail.volume_mounts import VolumeMounts
-from sandbox_gateway.hosts.jail_zfs.running_machines import Machine, RunningMachines
-from sandbox_gateway.hosts.jail_zfs.storage.volume_snapshots import VolumeSnapshots
-from sandbox_gateway.hosts.jail_zfs.storage.volumes import VolumeStorage
+from sandbox_gateway.hosts.jail_zfs.jail.mount_table import MountEntry
+from sandbox_gateway.hosts.jail_zfs.jail.mounts import JailMounts, MountFilter
+from sandbox_gateway.hosts.jail_zfs.machine_register import Machine, MachineRegister
+from sandbox_gateway.hosts.jail_zfs.retries import retry_later
+from sandbox_gateway.hosts.jail_zfs.storage.storage import ZfsStorage
 from sandbox_gateway.log import Logger
 from sandbox_gateway.records import Mount, Sandbox, Volume, VolumeSnapshot
 from sandbox_gateway.tasks import BackgroundTasks, finish_despite_cancellation
-
-_RETRIES = 20
-_RETRY_SECONDS = 3.0
 
 log = Logger("volumes")
 
 
 class JailVolumes:
     def __init__(
-        self,
-        storage: VolumeStorage,
-        snapshots: VolumeSnapshots,
-        machines: RunningMachines,
-        mounts: VolumeMounts,
-        background: BackgroundTasks,
+        self, storage: ZfsStorage, machines: MachineRegister, mounts: JailMounts, background: BackgroundTasks
     ) -> None:
-        self._storage = storage
-        self._snapshots = snapshots
+        self._storage = storage.volumes
+        self._snapshots = storage.volume_snapshots
         self._machines = machines
         self._mounts = mounts
         self._background = background
@@ -55,10 +49,10 @@ class JailVolumes:
         volume.size_mb = size_mb
 
     async def remove(self, volume: Volume) -> None:
-        """Commit the removal, then destroy the datasets. Continues in the background if they are still in use."""
-        await finish_despite_cancellation(asyncio.to_thread(self._storage.doom, volume.id))
+        """Commit the removal, then destroy the datasets. Retries in the background while they are in use."""
+        await finish_despite_cancellation(asyncio.to_thread(self._storage.commit_removal, volume.id))
         try:
-            if self._mounts.stuck(self._is_of(volume.id)):
+            if self._mounts.stuck(self._match_volume(volume.id)):
                 raise Busy("a mount of the volume is stuck")
             await finish_despite_cancellation(asyncio.to_thread(self._storage.finish_removal, volume.id))
         except Busy as error:
@@ -66,8 +60,8 @@ class JailVolumes:
             self._background.start(self._retry(volume.id, "removed", self._storage.finish_removal))
 
     async def state(self, volume: Volume) -> VolumeState:
-        used = await asyncio.to_thread(self._storage.used_bytes, volume.id)
-        return VolumeState(used, self._mounts.stuck(self._is_of(volume.id)))
+        used_bytes = await asyncio.to_thread(self._storage.used_bytes, volume.id)
+        return VolumeState(used_bytes, self._mounts.stuck(self._match_volume(volume.id)))
 
     async def capture(self, snapshot: VolumeSnapshot) -> None:
         await finish_despite_cancellation(asyncio.to_thread(self._snapshots.capture, snapshot))
@@ -76,26 +70,22 @@ class JailVolumes:
         with contextlib.suppress(NotFound):  # an administrator may have used `zfs destroy`
             await finish_despite_cancellation(asyncio.to_thread(self._snapshots.destroy, snapshot.id))
 
-    async def _retry(self, volume_id: str, what: str, change: Callable[[str], object]) -> None:
-        await self._mounts.wait_until_unmounted(self._is_of(volume_id))
-        for _ in range(_RETRIES):
-            try:
-                await finish_despite_cancellation(asyncio.to_thread(change, volume_id))
-                return
-            except GatewayError:
-                await asyncio.sleep(_RETRY_SECONDS)
-        log.error(f"a volume could not be {what}, the next start of the gateway tries again", volume=volume_id)
+    async def _retry(self, volume_id: str, action: str, change: Callable[[str], object]) -> None:
+        if not await retry_later(partial(change, volume_id), self._mounts, self._match_volume(volume_id)):
+            log.error(
+                f"a volume could not be {action}; the gateway tries again when it starts next time", volume=volume_id
+            )
 
-    def _is_of(self, volume_id: str) -> Callable[[Mounted], bool]:
+    def _match_volume(self, volume_id: str) -> MountFilter:
         return lambda mount: self._storage.id_at(mount.special) == volume_id
 
     # -- capture with a sandbox -------------------------------------------------------------------------------------
 
     @contextlib.asynccontextmanager
     async def paused_writers(self, sandbox: Sandbox, volumes: Sequence[VolumeSnapshot]) -> AsyncIterator[None]:
-        """Ensure that snapshots of the sandbox and the volumes taken inside this context are of one instant.
+        """Ensure that all snapshots taken inside this context show the same point in time.
 
-        If ZFS takes several snapshots one after the other, the jails that write to them are stopped.
+        If this ZFS cannot take several snapshots atomically, stop the jails that write to the sandbox or the volumes.
         """
         is_atomic = not volumes or (await asyncio.to_thread(zfs.detect_capabilities)).atomic_snapshots
         jails = [] if is_atomic else await self._find_writers(sandbox, {each.volume for each in volumes})
@@ -110,12 +100,12 @@ class JailVolumes:
         ]
         return [self._machines.require_running(sandbox).jail, *writers]
 
-    async def _list_mounts(self) -> list[tuple[Machine, Mounted]]:
-        """Return the mounts of volumes in all machines, deepest and newest first."""
-        found = await self._mounts.list_below(self._storage.directory.parent, self._storage.directory)
+    async def _list_mounts(self) -> list[tuple[Machine, MountEntry]]:
+        """Return the volume mounts of all machines, deepest and newest first."""
+        mounts = await self._mounts.list_below(self._storage.directory.parent, self._storage.directory)
         return [
             (machine, mount)
-            for mount in found
+            for mount in mounts
             for machine in self._machines
             if mount.node.startswith(f"{machine.root}/")
         ]
@@ -126,22 +116,26 @@ class JailVolumes:
         await finish_despite_cancellation(self._rollback(volume, snapshot))
 
     async def _rollback(self, volume: Volume, snapshot: VolumeSnapshot) -> None:
-        old = await asyncio.to_thread(self._storage.mount, volume.id)
+        old_path = await asyncio.to_thread(self._storage.mount, volume.id)
         dataset = await asyncio.to_thread(self._storage.begin_rollback, volume, snapshot.id)
         try:
-            mounts = [(machine, mount) for machine, mount in await self._list_mounts() if mount.special == str(old)]
+            mounts = [
+                (machine, mount) for machine, mount in await self._list_mounts() if mount.special == str(old_path)
+            ]
             async with self._mounts.stopped(machine.jail for machine, _ in mounts):
-                await self._swap_mounts(volume.id, mounts, self._storage.path(dataset), old)
+                await self._swap_mounts(volume.id, mounts, self._storage.path(dataset), old_path)
                 try:
                     await asyncio.to_thread(self._storage.commit_rollback, volume, dataset)
                 except BaseException:
-                    await self._restore(volume.id, mounts, old)
+                    await self._restore(volume.id, mounts, old_path)
                     raise
         finally:
             await self._settle(volume.id)
 
-    async def _swap_mounts(self, volume_id: str, mounts: list[tuple[Machine, Mounted]], new: Path, old: Path) -> None:
-        """Mount ``new`` wherever ``old`` is mounted. On failure, mount ``old`` again."""
+    async def _swap_mounts(
+        self, volume_id: str, mounts: list[tuple[Machine, MountEntry]], new: Path, old: Path
+    ) -> None:
+        """Replace ``mounts`` with mounts of ``new``. On failure, mount ``old`` again."""
         try:
             for _, mount in mounts:
                 await self._mounts.unmount(mount)
@@ -151,8 +145,8 @@ class JailVolumes:
             await self._restore(volume_id, mounts, old)
             raise
 
-    async def _restore(self, volume_id: str, mounts: list[tuple[Machine, Mounted]], source: Path) -> None:
-        """Mount ``source`` in place of the current mounts. Failures are logged."""
+    async def _restore(self, volume_id: str, mounts: list[tuple[Machine, MountEntry]], source: Path) -> None:
+        """Replace the current mounts with mounts of ``source``. Failures are only logged."""
         for machine, mount in mounts:
             try:
                 existing = await self._mounts.list_below(machine.root, source.parent)
@@ -168,7 +162,7 @@ class JailVolumes:
                 )
 
     async def _settle(self, volume_id: str) -> None:
-        """Retire former and abandoned datasets of the volume. Continues in the background if they are in use."""
+        """Retire former and abandoned datasets of the volume. Retries in the background while they are in use."""
         try:
             await asyncio.to_thread(self._storage.settle, volume_id)
         except GatewayError as error:
@@ -194,7 +188,7 @@ class JailVolumes:
                 await self._mounts.unmount(each)
 
     async def mount_all(self, machine: Machine, sandbox: Sandbox) -> None:
-        """Mount the sandbox's volumes, in the sandbox's order, before any process runs in the jail."""
+        """Mount the volumes of a sandbox, in the order of its record. Call it before any process runs in the jail."""
         for mount in sandbox.mounts:
             if not self._storage.is_known(mount.volume):
                 log.warning("a volume was not mounted because it is missing", sandbox=sandbox.id, volume=mount.volume)
@@ -205,22 +199,22 @@ class JailVolumes:
     # -- at start-up ------------------------------------------------------------------------------------------------
 
     async def recover(self, sandboxes: Iterable[Sandbox]) -> list[str]:
-        """Make mounts match the records of sandboxes, and remove leftovers. Returns a sentence for each repair."""
+        """Make mounts match the sandboxes' records, and remove leftovers. Returns a sentence for each repair."""
         notes = await self._mounts.resume_stopped()
-        mounted = await self._list_mounts()
+        all_mounts = await self._list_mounts()
         for sandbox in sandboxes:
             if machine := self._machines.get(sandbox.instance):
-                existing = [mount for owner, mount in mounted if owner is machine]
+                existing = [mount for owner, mount in all_mounts if owner is machine]
                 notes += await self._reconcile(sandbox, machine, existing)
         return notes + await asyncio.to_thread(self._storage.sweep)
 
-    async def _reconcile(self, sandbox: Sandbox, machine: Machine, mounted: Sequence[Mounted]) -> list[str]:
+    async def _reconcile(self, sandbox: Sandbox, machine: Machine, existing: Sequence[MountEntry]) -> list[str]:
         """Make the mounts in a machine match its sandbox's record. Volumes with unreadable records stay mounted."""
         notes: list[str] = []
-        wanted = {f"{machine.root}{mount.path}": mount for mount in sandbox.mounts}
+        expected = {f"{machine.root}{mount.path}": mount for mount in sandbox.mounts}
         correct: set[str] = set()
-        for mount in mounted:
-            if self._is_correct(mount, wanted.get(mount.node)):
+        for mount in existing:
+            if self._is_correct(mount, expected.get(mount.node)):
                 self._mounts.adopt(mount)
                 correct.add(mount.node)
             elif await self._mounts.unmount_or_retry(mount):
@@ -230,7 +224,7 @@ class JailVolumes:
                     f"{mount.node} cannot be unmounted, although it is not a mount of sandbox {sandbox.id}; the "
                     "gateway retries"
                 )
-        missing = [mount for node, mount in wanted.items() if node not in correct]
+        missing = [mount for node, mount in expected.items() if node not in correct]
         missing = [mount for mount in missing if self._storage.is_known(mount.volume)]
         async with self._mounts.stopped([machine.jail] if missing else []):
             for each in missing:
@@ -242,16 +236,16 @@ class JailVolumes:
                     notes.append(f"could not mount {each.path} in sandbox {sandbox.id}: {error.message}")
         return notes
 
-    def _is_correct(self, existing: Mounted, wanted: Mount | None) -> bool:
+    def _is_correct(self, existing: MountEntry, expected: Mount | None) -> bool:
         volume_id = self._storage.id_at(existing.special)
         is_known = self._storage.is_known(volume_id)
         if is_known is None:
             return True
-        if wanted is None or not is_known or (wanted.volume, wanted.read_only) != (volume_id, existing.read_only):
+        if expected is None or not is_known or (expected.volume, expected.read_only) != (volume_id, existing.read_only):
             return False
         return existing.special == str(self._storage.path(self._storage.dataset(volume_id)))
 
 
-def _sandbox_mount(volume_id: str, machine: Machine, mount: Mounted) -> Mount:
-    """Return the sandbox mount that an entry of the mount table corresponds to."""
+def _sandbox_mount(volume_id: str, machine: Machine, mount: MountEntry) -> Mount:
+    """Return the mount of a sandbox that corresponds to an entry of the mount table."""
     return Mount(volume=volume_id, path=mount.node.removeprefix(str(machine.root)), read_only=mount.read_only)

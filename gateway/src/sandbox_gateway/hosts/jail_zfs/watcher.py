@@ -1,4 +1,4 @@
-"""Detect jails that end by themselves."""
+"""Detect jails that stop on their own."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from sandbox_gateway.errors import GatewayError
 from sandbox_gateway.hosts.addresses import AGENT_PORT
 from sandbox_gateway.hosts.connect import open_connection
 from sandbox_gateway.hosts.jail_zfs.jail.jails import Jails
-from sandbox_gateway.hosts.jail_zfs.running_machines import Machine, RunningMachines
+from sandbox_gateway.hosts.jail_zfs.machine_register import Machine, MachineRegister
 from sandbox_gateway.log import Logger
 
 _INTERVAL_SECONDS = 1.0
 _CHECKS_PER_PROBE = 5
-"""Agents are probed only at every fifth check."""
+"""Agents are probed at every fifth check."""
 _CONCURRENT_PROBES = 32
 _PROBE_SECONDS = 2.0
 
@@ -24,11 +24,11 @@ log = Logger("jail_zfs")
 class JailWatcher:
     """Polls the list of jails, because FreeBSD does not report that a jail has ended."""
 
-    def __init__(self, machines: RunningMachines, jails: Jails) -> None:
+    def __init__(self, machines: MachineRegister, jails: Jails) -> None:
         self._machines = machines
         self._jails = jails
         self.on_exit: Callable[[str], None] = lambda instance: None
-        """A function that is called with the instance whose jail ended."""
+        """Called with the instance of a jail that has ended."""
 
     async def run(self) -> None:
         checks = 0
@@ -41,21 +41,21 @@ class JailWatcher:
             try:
                 alive = await self._jails.list_alive()
                 should_probe = checks % _CHECKS_PER_PROBE == 0
-                mute = await self._find_unresponsive([each for _, each in running]) if should_probe else set()
+                unresponsive = await self._find_unresponsive([each for _, each in running]) if should_probe else set()
             except GatewayError as error:
                 log.warning("the list of jails cannot be read", reason=error.message)
                 continue
             for instance, machine in running:
-                is_gone = machine.jail not in alive or machine.jail in mute
-                if is_gone and self._machines.get(instance) is machine:
+                has_stopped = machine.jail not in alive or machine.jail in unresponsive
+                if has_stopped and self._machines.get(instance) is machine:
                     machine.has_ended = True
                     self.on_exit(instance)
 
     async def _find_unresponsive(self, machines: Sequence[Machine]) -> set[str]:
-        """Return jails in which processes run but the agent does not, which root in a sandbox can cause."""
+        """Return the jails that still exist although their agent has stopped. Root in a sandbox can cause this."""
         slots = asyncio.Semaphore(_CONCURRENT_PROBES)
 
-        async def refuses(machine: Machine) -> bool:
+        async def refuses_connection(machine: Machine) -> bool:
             async with slots:
                 try:
                     async with asyncio.timeout(_PROBE_SECONDS):
@@ -68,5 +68,5 @@ class JailWatcher:
                     return False
                 return False
 
-        refused = await asyncio.gather(*(refuses(machine) for machine in machines))
-        return {machine.jail for machine, mute in zip(machines, refused, strict=True) if mute}
+        refusals = await asyncio.gather(*(refuses_connection(machine) for machine in machines))
+        return {machine.jail for machine, is_refused in zip(machines, refusals, strict=True) if is_refused}

@@ -1,6 +1,6 @@
-"""QEMU virtual machines whose disks and memories are XFS reflinks of one another.
+"""Run sandboxes as QEMU virtual machines whose disks and memory images share blocks (XFS reflinks).
 
-``host`` implements ``hosts.base``. ``running_machines`` starts and ends machines. The packages: ``image`` (files on
-disk), ``qemu`` (one machine), ``memory`` (its capture), ``network`` (slots), ``volumes``, ``template``. ``ownership``
-locks the state root and the network prefix against a second gateway; ``threads`` runs work that may block.
+``host`` implements ``hosts.base``. ``running_machines`` starts and stops machines. The packages are ``image`` (files on
+disk), ``qemu`` (one machine), ``memory`` (capture of its memory), ``network`` (slots), ``volumes`` and ``template``.
+``ownership`` locks the state root and the network prefix against a second gateway; ``threads`` runs blocking work.
 """

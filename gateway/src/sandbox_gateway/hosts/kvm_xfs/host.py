@@ -1,7 +1,7 @@
-"""The KVM/XFS host: virtual machines on reflinks, with the interface of hosts.base.
+"""Implement the interface of hosts.base with virtual machines on reflinked files.
 
-Each method delegates to a part: `running_machines` and `qemu` run machines, `memory` captures them, `network` provides
-slots, `image` stores disks, `template` builds them from recipes, `volumes` serves volumes.
+Each method delegates to another module: `running_machines` and `qemu` run machines, `memory` captures them, `network`
+provides slots, `image` stores disks, `template` builds disks from recipes, `volumes` serves volumes.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from sandbox_gateway.hosts.kvm_xfs.image.snapshots import Snapshots
 from sandbox_gateway.hosts.kvm_xfs.memory.capture import Capture
 from sandbox_gateway.hosts.kvm_xfs.memory.image_check import ImageCheck
 from sandbox_gateway.hosts.kvm_xfs.memory.tracker_client import TrackerClient
-from sandbox_gateway.hosts.kvm_xfs.memory.window import LADDER, Windows
+from sandbox_gateway.hosts.kvm_xfs.memory.window import MODES_BEST_FIRST, Windows
 from sandbox_gateway.hosts.kvm_xfs.network.slots import SlotPool
 from sandbox_gateway.hosts.kvm_xfs.ownership import Ownership
 from sandbox_gateway.hosts.kvm_xfs.qemu import accel
@@ -52,7 +52,7 @@ logger = Logger("kvm_xfs")
 
 
 class KvmXfsHost:
-    """Implements hosts.base.Host."""
+    """The KVM/XFS host, an implementation of hosts.base.Host."""
 
     kind = "kvm_xfs"
     abilities = Abilities(memory=True, resize_on_fork=False, independent_snapshots=True)
@@ -70,9 +70,9 @@ class KvmXfsHost:
         self._volumes = KvmVolumes(self._layout, self._quarantine, ServerPool(config.network, self._layout.serving))
         self._machines = RunningMachines(config, self._layout, self._slots, self._volumes)
         self._tracker = TrackerClient(config.kvm_xfs.page_tracker)
-        best = config.kvm_xfs.memory_mode
-        self._windows = Windows(self._tracker, LADDER[0] if best == "auto" else Memory(best))
-        self._degraded: set[str] = set()
+        best_mode = config.kvm_xfs.memory_mode
+        self._windows = Windows(self._tracker, MODES_BEST_FIRST[0] if best_mode == "auto" else Memory(best_mode))
+        self._reported_reasons: set[str] = set()
         self._background = BackgroundTasks(logger)
 
     # -- the host ---------------------------------------------------------------------------------------------------
@@ -105,8 +105,8 @@ class KvmXfsHost:
         self._ownership.release()
 
     async def _probe(self, kernel: Path | None = None) -> Platform:
-        found = await accel.probe(self._config.kvm_xfs, self._config.host.state_root / "accelerator.json", kernel)
-        return Platform(found.name, found.cpu_model, self._config.kvm_xfs.machine, found.qemu_version)
+        accelerator = await accel.probe(self._config.kvm_xfs, self._config.host.state_root / "accelerator.json", kernel)
+        return Platform(accelerator.name, accelerator.cpu_model, self._config.kvm_xfs.machine, accelerator.qemu_version)
 
     async def scan(self) -> Scan:
         scan = Scan()
@@ -115,8 +115,8 @@ class KvmXfsHost:
         scan.snapshots = self._snapshots.scan(scan.repaired)
         for directory in directory_records.directories(self._layout.sandboxes):
             if not directory_records.has_record(directory):
-                continue  # Never committed: _remove_strays removes it once its machine has ended.
-            with self._quarantine.guarding(directory, scan.repaired):
+                continue  # It was never committed. _remove_strays removes it after its machine has been stopped.
+            with self._quarantine.quarantine_if_damaged(directory, scan.repaired):
                 scan.sandboxes.append(directory_records.read_record(directory, Sandbox))
         scan.unreadable_sandboxes = self._quarantine.list_from(self._layout.sandboxes)
         await self._volumes.find(scan)
@@ -126,10 +126,10 @@ class KvmXfsHost:
         return scan
 
     def _remove_strays(self, scan: Scan) -> None:
-        """Remove the files of sandboxes that were never committed. Their machines have already ended."""
-        wanted = {sandbox.instance for sandbox in scan.sandboxes}
+        """Remove the files of sandboxes that were never committed. Their machines have already been stopped."""
+        committed_instances = {sandbox.instance for sandbox in scan.sandboxes}
         for directory in self._layout.instances():
-            if directory.name not in wanted:
+            if directory.name not in committed_instances:
                 shutil.rmtree(directory)
                 scan.repaired.append(f"removed the disk {directory.name}, which belonged to no sandbox")
         for directory in directory_records.directories(self._layout.sandboxes):
@@ -139,7 +139,7 @@ class KvmXfsHost:
 
     @property
     def platform(self) -> Platform:
-        """The platform of machines that this host starts. The host must be open."""
+        """The platform of the machines that this host starts. The host must be open."""
         return self._machines.platform
 
     def name_servers(self) -> list[str]:
@@ -176,23 +176,23 @@ class KvmXfsHost:
         self, sandbox: Sandbox, snapshot: Snapshot, *, memory: bool, volumes: Sequence[VolumeSnapshot] = ()
     ) -> Snapshot:
         machine, _ = self._machines.require_running(sandbox)
-        window = self._windows.window_of(machine, _boot_check(sandbox)) if memory else None
-        work = Capture(machine, self._layout.instance(sandbox), self._snapshots.partial(snapshot), window)
+        window = self._windows.get(machine, _boot_check(sandbox)) if memory else None
+        capture = Capture(machine, self._layout.instance(sandbox), self._snapshots.partial(snapshot), window)
         with explaining_os_errors():
             async with self._volumes.pending_snapshots(volumes) as pending:
                 try:
-                    await work.run(pending.clone_images if volumes else None)
-                    snapshot.memory = work.mode
-                    snapshot.memory_bytes_written = work.memory_bytes
-                    snapshot.pause_ms = work.pause_ms
+                    await capture.run(pending.clone_images if volumes else None)
+                    snapshot.memory = capture.mode
+                    snapshot.memory_bytes_written = capture.memory_bytes
+                    snapshot.pause_ms = capture.pause_ms
                     snapshot.resources = sandbox.resources
-                    snapshot.host = {"platform": sandbox.host["platform"], "phases_ms": work.phases_ms}
-                    snapshot.host["stops_ms"] = work.stops_ms
-                    if work.image_check is not None:
-                        snapshot.host["image"] = work.image_check.model_dump(mode="json")
+                    snapshot.host = {"platform": sandbox.host["platform"], "phases_ms": capture.phases_ms}
+                    snapshot.host["stops_ms"] = capture.stops_ms
+                    if capture.image_check is not None:
+                        snapshot.host["image"] = capture.image_check.model_dump(mode="json")
                     if window is not None and window.reason:
                         snapshot.host["degraded"] = window.reason
-                        self._report_degraded(window.reason, work.mode)
+                        self._report_degraded(window.reason, capture.mode)
                     snapshot.host["line"] = memory and await machine.is_line_open()
                     await pending.commit()
                     await finish_despite_cancellation(asyncio.to_thread(self._snapshots.commit, snapshot))
@@ -204,9 +204,9 @@ class KvmXfsHost:
         return snapshot
 
     def _report_degraded(self, reason: str, mode: Memory) -> None:
-        """Warn of each reason once."""
-        if reason not in self._degraded:
-            self._degraded.add(reason)
+        """Log a warning, once per reason."""
+        if reason not in self._reported_reasons:
+            self._reported_reasons.add(reason)
             logger.warning("captures do not use the best memory mode", mode=mode.value, reason=reason)
 
     async def save_snapshot(self, snapshot: Snapshot) -> None:
@@ -229,7 +229,7 @@ class KvmXfsHost:
             self._machines.check_platform(snapshot)
         with explaining_os_errors():
             try:
-                # Even if cancelled, wait for the thread: it must not write after the files are removed.
+                # Wait for the thread even if cancelled: it must not write after the files have been removed.
                 await finish_despite_cancellation(
                     asyncio.to_thread(instances.create_files, source, files, sandbox, with_memory)
                 )
@@ -269,15 +269,15 @@ class KvmXfsHost:
             await asyncio.to_thread(directory_records.remove, directory)
 
     async def has_diverged(self, sandbox: Sandbox, head: Snapshot) -> bool:
-        disk, then = self._layout.instance(sandbox).disk, self._snapshots.path(head) / "rootfs.img"
+        disk, head_disk = self._layout.instance(sandbox).disk, self._snapshots.path(head) / "rootfs.img"
         with _expecting_removal(sandbox):
-            return not await asyncio.to_thread(reflink.has_same_extents, disk, then)
+            return not await asyncio.to_thread(reflink.has_same_extents, disk, head_disk)
 
     async def usage(self, sandbox: Sandbox) -> Usage:
         with _expecting_removal(sandbox):
             disk = await asyncio.to_thread(reflink.unique_bytes, self._layout.instance(sandbox).disk)
-        found = self._machines.find(sandbox)
-        memory = await asyncio.to_thread(found[0].memory_bytes) if found else 0
+        entry = self._machines.find(sandbox)
+        memory = await asyncio.to_thread(entry[0].memory_bytes) if entry else 0
         return Usage(disk_bytes=disk, memory_bytes=memory)
 
     def endpoint(self, sandbox: Sandbox) -> Endpoint:
@@ -285,10 +285,11 @@ class KvmXfsHost:
         return Endpoint(slot.host_address, machine.line if sandbox.host.get("line") else None)
 
     def end_reason(self, sandbox: Sandbox) -> str:
-        found = self._machines.find(sandbox)
-        if found is None:
+        entry = self._machines.find(sandbox)
+        if entry is None:
             return "its machine is not running"
-        return f"its machine ended{found[0].log_tail()}" if found[0].ended else ""
+        machine, _ = entry
+        return f"its machine ended{machine.log_tail()}" if machine.has_ended else ""
 
     async def console(self, sandbox: Sandbox) -> str:
         machine, _ = self._machines.require_running(sandbox)
@@ -332,14 +333,14 @@ class KvmXfsHost:
 
 
 def _boot_check(sandbox: Sandbox) -> ImageCheck | None:
-    """Return the description of the image that the sandbox's machine was started from, if there is one."""
-    found = sandbox.host.get("image")
-    return None if found is None else ImageCheck.model_validate(found)
+    """Return the check data of the memory image that the sandbox's machine was started from, if there is one."""
+    recorded = sandbox.host.get("image")
+    return None if recorded is None else ImageCheck.model_validate(recorded)
 
 
 @contextlib.contextmanager
 def _expecting_removal(sandbox: Sandbox) -> Iterator[None]:
-    """Raise Conflict if files disappear inside this context, because readers hold no lock."""
+    """Raise Conflict if a file disappears inside this context. This can happen because readers hold no lock."""
     try:
         yield
     except FileNotFoundError:

@@ -11,7 +11,7 @@ from sandbox_gateway.errors import Conflict
 
 
 class Ownership:
-    """Exclusive use of ``root`` and of the network prefix. The kernel releases both when the process ends."""
+    """Holds the locks on ``root`` and on the network prefix. The kernel releases both when the process ends."""
 
     def __init__(self, root: Path, prefix: str) -> None:
         self._root = root
@@ -24,19 +24,18 @@ class Ownership:
         self._lock = os.open(self._root / ".lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         try:
             fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            # An abstract socket belongs to the network namespace, like the names, and is visible in every chroot.
+            # Like the interface names, an abstract socket belongs to the network namespace. Every chroot sees it.
             self._name_lock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_CLOEXEC)
             self._name_lock.bind(f"\0sandbox-gateway/{self._prefix}")
         except BlockingIOError:
             self.release()
             raise Conflict(
-                f"another gateway uses the state root {self._root}: stop it, or configure another "
-                "state_root for this gateway"
+                f"another gateway uses the state root {self._root}: stop it, or set another state_root for this gateway"
             ) from None
         except OSError:
             self.release()
             raise Conflict(
-                f"another gateway on this machine uses the network prefix {self._prefix!r}: configure "
+                f"another gateway on this machine uses the network prefix {self._prefix!r}: set "
                 "another network.prefix and network.subnet for this gateway"
             ) from None
 

@@ -1,4 +1,4 @@
-"""Start, limit and end the machines of a gateway, and find them again after a restart."""
+"""Start, limit and stop the machines of a gateway, and adopt them after the gateway restarts."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from sandbox_gateway.hosts.kvm_xfs.network.addresses import GUEST_MAC, Slot
 from sandbox_gateway.hosts.kvm_xfs.network.slots import SlotPool
 from sandbox_gateway.hosts.kvm_xfs.qemu import bounded_log
 from sandbox_gateway.hosts.kvm_xfs.qemu.cgroup import Cgroups
-from sandbox_gateway.hosts.kvm_xfs.qemu.command_line import Platform, Shape
+from sandbox_gateway.hosts.kvm_xfs.qemu.command_line import MachineSpec, Platform
 from sandbox_gateway.hosts.kvm_xfs.qemu.machine import Machine
 from sandbox_gateway.hosts.kvm_xfs.qemu.processes import list_running
 from sandbox_gateway.hosts.kvm_xfs.volumes.kvm_volumes import KvmVolumes
@@ -41,11 +41,11 @@ class RunningMachines:
         self._cgroups = Cgroups(config.network.prefix)
         self._running: dict[str, tuple[Machine, Slot]] = {}
         """Machines by instance."""
-        self._placing: dict[str, asyncio.Task[None]] = {}
+        self._limit_tasks: dict[str, asyncio.Task[None]] = {}
         self._old_logs: asyncio.Task[None] | None = None
         self._platform: Platform | None = None
         self.on_exit: Callable[[str], None] = lambda instance: None
-        """A function that is called with the instance of a machine that ended by itself."""
+        """A function that is called with the instance of each machine that stops unexpectedly."""
 
     @property
     def platform(self) -> Platform:
@@ -60,8 +60,8 @@ class RunningMachines:
         """Stop watching machines, which keep running."""
         if self._old_logs is not None:
             self._old_logs.cancel()
-        if self._placing:
-            await asyncio.wait(self._placing.values())
+        if self._limit_tasks:
+            await asyncio.wait(self._limit_tasks.values())
         for machine, _ in self._running.values():
             await machine.detach()
             machine.forget()
@@ -70,41 +70,43 @@ class RunningMachines:
     # -- running machines -------------------------------------------------------------------------------------------
 
     def find(self, sandbox: Sandbox) -> tuple[Machine, Slot] | None:
-        """Return the machine of ``sandbox.instance``, which may have ended; None if no machine was started."""
+        """Return the machine of ``sandbox.instance``, which may have ended, and its slot; None if none was started."""
         return self._running.get(sandbox.instance)
 
     def require_running(self, sandbox: Sandbox) -> tuple[Machine, Slot]:
-        """Return the running machine of ``sandbox.instance``. Raises Conflict if none is running."""
-        found = self.find(sandbox)
-        if found is None or found[0].ended:
+        """Return the running machine of ``sandbox.instance`` and its slot. Raises Conflict if it is not running."""
+        entry = self.find(sandbox)
+        if entry is None or entry[0].has_ended:
             raise Conflict(f"sandbox {sandbox.id} has no running machine: resume it first")
-        return found
+        return entry
 
     def addresses(self) -> dict[str, str]:
-        """Return the host's address of each machine, by instance."""
+        """Return the host-side address of each machine, keyed by instance."""
         return {instance: slot.host_address for instance, (_, slot) in self._running.items()}
 
     async def adopt(self, scan: Scan) -> None:
-        """Take over the running machines of the sandboxes in ``scan``. End all others."""
-        wanted = {sandbox.instance: sandbox for sandbox in scan.sandboxes}
-        found = list(list_running(str(self._layout.sandboxes)))
-        keep = {path.parent.name: (pid, label) for pid, label, path in found if path.parent.name in wanted}
-        for pid, _, path in found:
-            if path.parent.name not in keep:
-                await _end_stray(Machine(pid, Instance(path.parent)))
+        """Adopt the running machines of the sandboxes in ``scan``, and stop all other machines."""
+        sandboxes = {sandbox.instance: sandbox for sandbox in scan.sandboxes}
+        processes = list(list_running(str(self._layout.sandboxes)))
+        known_processes = {
+            path.parent.name: (pid, label) for pid, label, path in processes if path.parent.name in sandboxes
+        }
+        for pid, _, path in processes:
+            if path.parent.name not in known_processes:
+                await _stop_stray(Machine(pid, Instance(path.parent)))
                 scan.repaired.append(f"ended the machine {path.parent.name}, which belonged to no sandbox")
-        await self._slots.open({_slot_of(label) for _, label in keep.values()})
-        self._cgroups.sweep(set(keep))
-        for instance, (pid, label) in keep.items():
-            machine = Machine(pid, self._layout.instance(wanted[instance]))
+        await self._slots.open({_slot_of(label) for _, label in known_processes.values()})
+        self._cgroups.sweep(set(known_processes))
+        for instance, (pid, label) in known_processes.items():
+            machine = Machine(pid, self._layout.instance(sandboxes[instance]))
             self._watch(instance, machine, self._slots.adopt(_slot_of(label)))
             if bounded_log.has_old_log(machine.files.directory):
                 scan.repaired.append(
                     f"an older release started the machine {instance}, whose log has no limit and is "
                     "emptied regularly: pause and resume its sandbox to fix this"
                 )
-            # The gateway that started it may have died before setting limits, or during a capture.
-            self._limit(wanted[instance], pid)
+            # The earlier gateway may have died before it set the limits, or during a capture.
+            self._start_limiting(sandboxes[instance], pid)
             if await machine.continue_if_stopped():
                 scan.repaired.append(f"the machine {instance} was stopped and has been resumed")
             scan.alive.add(instance)
@@ -114,12 +116,12 @@ class RunningMachines:
     # -- starting and ending ----------------------------------------------------------------------------------------
 
     async def launch(self, sandbox: Sandbox, files: Instance, state: Path | None) -> None:
-        """Start ``sandbox.instance`` from its files and fill ``sandbox.host``. Without ``state`` the machine boots."""
+        """Start ``sandbox.instance`` from its files and set ``sandbox.host``. Without ``state``, the machine boots."""
         slot = await self._slots.take(sandbox.network)
         try:
-            if mounts := self._volumes.present_mounts(sandbox):
+            if mounts := self._volumes.available_mounts(sandbox):
                 await self._volumes.allow(sandbox, mounts, slot.host_address)
-            machine = await Machine.spawn(self._shape(sandbox, slot), files, state=state)
+            machine = await Machine.spawn(self._machine_spec(sandbox, slot), files, state=state)
         except BaseException:
             await self._release(sandbox.instance, slot)
             raise
@@ -130,47 +132,47 @@ class RunningMachines:
             "address": slot.host_address,
             "platform": asdict(self.platform),
         }
-        self._limit(sandbox, machine.pid)
+        self._start_limiting(sandbox, machine.pid)
 
     async def end(self, sandbox: Sandbox) -> None:
-        """End the machine of ``sandbox.instance``, if it runs, and release its slot."""
-        found = self._running.pop(sandbox.instance, None)
-        if found is None:
+        """Stop the machine of ``sandbox.instance``, if it runs, and release its slot."""
+        entry = self._running.pop(sandbox.instance, None)
+        if entry is None:
             return
-        machine, slot = found
-        if placing := self._placing.pop(sandbox.instance, None):
-            await asyncio.wait([placing])
+        machine, slot = entry
+        if limit_task := self._limit_tasks.pop(sandbox.instance, None):
+            await asyncio.wait([limit_task])
         await machine.kill()
         self._cgroups.remove(sandbox.instance)
         await self._release(sandbox.instance, slot)
 
     def check_platform(self, snapshot: Snapshot) -> None:
         """Raise Unsupported if the snapshot's memory cannot be restored on this host."""
-        recorded = snapshot.host.get("platform", {})
-        for key, now in asdict(self.platform).items():
-            if recorded.get(key) != now:
+        recorded_platform = snapshot.host.get("platform", {})
+        for key, current in asdict(self.platform).items():
+            if recorded_platform.get(key) != current:
                 raise Unsupported(
                     f"snapshot {snapshot.id} was captured with {key.replace('_', ' ')} "
-                    f"{recorded.get(key)!r}, but this host has {now!r}, so its memory cannot be restored "
+                    f"{recorded_platform.get(key)!r}, but this host has {current!r}, so its memory cannot be restored "
                     "here: use a cold start (coldStart)"
                 )
 
     async def _release(self, instance: str, slot: Slot) -> None:
-        """Release the slot of an ended machine, once no volume server accepts its address any more."""
+        """Release the slot of an ended machine as soon as no volume server accepts its address."""
         if not self._volumes.revoke_all(instance, lambda: self._slots.release(slot)):
             await self._slots.release(slot)
 
-    def _limit(self, sandbox: Sandbox, pid: int) -> None:
-        """Apply a machine's limits in the background, because the kernel is slow to move a process between groups."""
-        self._placing[sandbox.instance] = asyncio.create_task(asyncio.to_thread(self._place, sandbox, pid))
+    def _start_limiting(self, sandbox: Sandbox, pid: int) -> None:
+        """Apply a machine's limits in the background, because the kernel is slow to move processes between groups."""
+        self._limit_tasks[sandbox.instance] = asyncio.create_task(asyncio.to_thread(self._apply_limits, sandbox, pid))
 
-    def _place(self, sandbox: Sandbox, pid: int) -> None:
+    def _apply_limits(self, sandbox: Sandbox, pid: int) -> None:
         limit = sandbox.resources.memory_mb + self._config.limits.memory_overhead_mb
         self._cgroups.place(sandbox.instance, pid, memory_mb=limit, cpus=sandbox.resources.cpus)
 
-    def _shape(self, sandbox: Sandbox, slot: Slot) -> Shape:
-        base = self._config.kvm_xfs.uid_base
-        return Shape(
+    def _machine_spec(self, sandbox: Sandbox, slot: Slot) -> MachineSpec:
+        uid_base = self._config.kvm_xfs.uid_base
+        return MachineSpec(
             label=f"{self._config.network.prefix}-{slot.number}-{sandbox.instance}",
             qemu=self._config.kvm_xfs.qemu,
             platform=self.platform,
@@ -179,7 +181,7 @@ class RunningMachines:
             guest_mac=GUEST_MAC,
             tap=slot.tap,
             netns=slot.path,
-            uid=base + slot.number if base else 0,
+            uid=uid_base + slot.number if uid_base else 0,
             generation=str(uuid.uuid4()),
         )
 
@@ -192,8 +194,9 @@ class RunningMachines:
             self.on_exit(instance)
 
     async def _empty_old_logs(self, instances: set[str]) -> None:
-        """Empty the logs of machines that an older release started, because guests can make these logs grow without
-        limit.
+        """Regularly empty the log files of machines that an older release started.
+
+        Guests can make these files grow without limit.
         """
         while running := instances & self._running.keys():
             for instance in running:
@@ -206,9 +209,9 @@ def _slot_of(label: str) -> int:
     return int(label.split("-")[1])
 
 
-async def _end_stray(machine: Machine) -> None:
-    started = time.monotonic()
+async def _stop_stray(machine: Machine) -> None:
+    start = time.monotonic()
     await machine.kill()
     log.info(
-        "ended a machine that belonged to no sandbox", pid=machine.pid, ms=round((time.monotonic() - started) * 1000)
+        "ended a machine that belonged to no sandbox", pid=machine.pid, ms=round((time.monotonic() - start) * 1000)
     )

@@ -1,4 +1,4 @@
-"""Run blocking work in new threads, where it blocks no thread pool and may change properties of its thread."""
+"""Run blocking work in new threads, where it cannot exhaust a thread pool and may change properties of its thread."""
 
 from __future__ import annotations
 
@@ -14,39 +14,39 @@ _T = TypeVar("_T")
 
 
 def start_thread(work: Callable[[], _T], name: str) -> asyncio.Future[_T]:
-    """Start ``work`` in a new daemon thread, which cannot be stopped. Returns a future of its result."""
+    """Start ``work`` in a new daemon thread, which cannot be stopped. Returns a future with its result."""
     loop = asyncio.get_running_loop()
-    done: asyncio.Future[_T] = loop.create_future()
+    future: asyncio.Future[_T] = loop.create_future()
 
     def settle(result: _T | None, error: Exception | None) -> None:
-        if done.done():
+        if future.done():
             return
         if error is None:
-            done.set_result(result)  # type: ignore[arg-type]
+            future.set_result(result)  # type: ignore[arg-type]
         else:
-            done.set_exception(error)
+            future.set_exception(error)
 
-    def body() -> None:
+    def run() -> None:
         result: _T | None = None
         error: Exception | None = None
         try:
             result = work()
         except Exception as raised:
             error = raised
-        with contextlib.suppress(RuntimeError):  # The loop is closed: no task waits any more.
+        with contextlib.suppress(RuntimeError):  # The loop is closed, so no task waits for the result.
             loop.call_soon_threadsafe(settle, result, error)
 
-    threading.Thread(target=body, name=name, daemon=True).start()
-    return done
+    threading.Thread(target=run, name=name, daemon=True).start()
+    return future
 
 
 async def run_with_timeout(work: Callable[[], _T], seconds: float, failure: str) -> _T:
-    """Run ``work`` in a new thread: if it blocks in the kernel, only its caller waits, for at most ``seconds``.
+    """Run ``work`` in a new thread. If it blocks in the kernel, only the caller waits, for at most ``seconds``.
 
     ``failure`` is the beginning of the error message. Raises Timeout, or BackendFailed for an OSError in ``work``.
     """
 
-    def explained() -> _T:
+    def run() -> _T:
         try:
             return work()
         except TimeoutError:
@@ -56,6 +56,6 @@ async def run_with_timeout(work: Callable[[], _T], seconds: float, failure: str)
 
     try:
         async with asyncio.timeout(seconds):
-            return await start_thread(explained, name="volume")
+            return await start_thread(run, name="volume")
     except TimeoutError:
         raise Timeout(f"{failure} within {seconds:g} s") from None

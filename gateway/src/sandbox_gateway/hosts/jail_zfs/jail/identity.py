@@ -1,4 +1,4 @@
-"""The identity of a jail: files on the host, mounted read-only in the jail at IDENTITY."""
+"""Write the identity of a jail: files on the host that are mounted read-only in the jail at IDENTITY."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from pathlib import Path
 from sandbox_gateway.hosts.jail_zfs.jail.jails import IDENTITY
 from sandbox_gateway.records import Sandbox
 
-_KEY = "gateway-key"
+_KEY_FILE = "gateway-key"
 
 
 class Identities:
-    """The directory with the identities of all instances."""
+    """Manages the directory that contains the identities of all instances."""
 
     def __init__(self, directory: Path) -> None:
         self._directory = directory
@@ -27,49 +27,52 @@ class Identities:
     def remove(self, instance: str) -> None:
         shutil.rmtree(self.path(instance), ignore_errors=True)
 
-    def sweep(self, kept: Container[str]) -> None:
-        """Remove the identities of instances that are not in ``kept``."""
+    def sweep(self, in_use: Container[str]) -> None:
+        """Remove the identities of instances that are not in ``in_use``."""
         if self._directory.is_dir():
             for path in self._directory.iterdir():
-                if path.name not in kept:
+                if path.name not in in_use:
                     shutil.rmtree(path, ignore_errors=True)
 
 
 def write_identity(directory: Path, sandbox: Sandbox, dns: Sequence[str]) -> None:
-    """Write the files that the jail sees at IDENTITY. The machine id stays the same across starts."""
+    """Write the files that the jail finds at IDENTITY. The machine id depends only on the sandbox's id."""
     directory.mkdir(mode=0o755, parents=True, exist_ok=True)
-    machine = hashlib.sha256(f"machine {sandbox.id}".encode()).hexdigest()[:32]
+    machine_id = hashlib.sha256(f"machine {sandbox.id}".encode()).hexdigest()[:32]
     (directory / "hostname").write_text(f"{sandbox.hostname}\n")
-    (directory / "machine-id").write_text(f"{machine}\n")
+    (directory / "machine-id").write_text(f"{machine_id}\n")
     (directory / "resolv.conf").write_text("".join(f"nameserver {address}\n" for address in dns))
 
 
 def write_gateway_key(directory: Path) -> None:
-    """Write the key by which the agent of a jail that is about to start recognises the gateway.
+    """Write a new key with which the gateway authenticates to the agent of a jail. Call it before the jail starts.
 
     All users of the host share the gateway's address on the bridge, and pf cannot distinguish their packets. Only root
     can read the file, on the host and in the jail.
     """
     directory.mkdir(mode=0o755, parents=True, exist_ok=True)
-    path = directory / _KEY
+    path = directory / _KEY_FILE
     path.unlink(missing_ok=True)
     with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
         file.write(secrets.token_hex(32))
 
 
 def gateway_key(directory: Path) -> str:
-    """Return the gateway key; empty for a jail that was started without one."""
+    """Return the gateway key, or "" for a jail that was started without one."""
     try:
-        return (directory / _KEY).read_text()
+        return (directory / _KEY_FILE).read_text()
     except FileNotFoundError:
         return ""
 
 
 def can_mount_identity(root: Path) -> bool:
-    """Check that IDENTITY is a directory not reached through symbolic links, which root in the sandbox may create."""
-    place = root
+    """Return whether IDENTITY is a directory below ``root`` whose path has no symbolic links.
+
+    Root in the sandbox may have replaced it.
+    """
+    path = root
     for part in Path(IDENTITY).parts[1:]:
-        place /= part
-        if place.is_symlink() or not place.is_dir():
+        path /= part
+        if path.is_symlink() or not path.is_dir():
             return False
     return True

@@ -1,7 +1,7 @@
 """Create, list and remove jails.
 
-A jail exists only while its agent runs: it is created without `persist`, so it lasts as long as a process runs in it,
-and when the agent ends, all other processes are killed.
+A jail exists only while its agent runs. It is created without `persist`, so FreeBSD removes it with its last process,
+and its start command kills all other processes when the agent exits.
 """
 
 from __future__ import annotations
@@ -11,21 +11,21 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from sandbox_gateway.errors import BackendFailed
-from sandbox_gateway.hosts.jail_zfs.command_runner import CommandRunner
+from sandbox_gateway.hosts.jail_zfs.commands import CommandRunner
 
 IDENTITY = "/run/sandbox"
-"""Directory in a jail with its identity: a directory of the host, mounted read-only."""
+"""The directory in a jail at which the host mounts the jail's identity, read-only."""
 
-_START = (
+_START_COMMAND = (
     "(PATH=/usr/local/bin:/usr/bin:/bin:/usr/local/sbin:/usr/sbin:/sbin; export PATH; "
     "python3 -I -S -B /opt/sandbox_agent; kill -KILL -1) </dev/null >/dev/null 2>&1 &"
 )
-_NOT_FOUND = ("not found", "is dying", "Invalid jail ID or name")
+_ABSENT_MESSAGES = ("not found", "is dying", "Invalid jail ID or name")
 
 
 @dataclass(frozen=True)
 class Jail:
-    """A row of `jls`. ``dying``: the jail was removed, but something still holds it."""
+    """A row of `jls`. ``dying``: the jail was removed, but the kernel still has references to it."""
 
     name: str
     path: str
@@ -46,7 +46,7 @@ class Jails:
         self._run = run
 
     async def list_all(self) -> list[Jail]:
-        """Return every jail of this machine, including dying ones."""
+        """Return all jails of this machine, including dying ones."""
         return parse_jails(await self._run("jls", "--libxo", "json", "-d", "name", "path", "dying"))
 
     async def list_alive(self) -> set[str]:
@@ -54,25 +54,25 @@ class Jails:
         return {jail.name for jail in await self.list_all() if not jail.dying}
 
     async def list_below(self, directory: Path) -> dict[str, list[Jail]]:
-        """Return the jails whose roots are in ``directory``, by the name of their root."""
-        found: dict[str, list[Jail]] = {}
+        """Return the jails whose root directories are in ``directory``, keyed by the name of the root directory."""
+        by_root: dict[str, list[Jail]] = {}
         for jail in await self.list_all():
             path = Path(jail.path)
             if path.parent == directory:
-                found.setdefault(path.name, []).append(jail)
-        return found
+                by_root.setdefault(path.name, []).append(jail)
+        return by_root
 
     async def create(self, name: str, root: Path, *, hostname: str, identity: Path | None, interface: str) -> None:
-        """Create a jail on the file system ``root`` and start its agent. On failure nothing remains.
+        """Create a jail with the root directory ``root`` and start its agent. A failed call leaves nothing behind.
 
-        ``identity``: the directory to mount at IDENTITY; ``interface``: moves into the jail.
+        ``identity``: the directory to mount at IDENTITY. ``interface``: the network interface to move into the jail.
         """
-        mounts = [f"mount={identity} {root}{IDENTITY} nullfs ro,nosuid 0 0"] if identity else []
+        mount_params = [f"mount={identity} {root}{IDENTITY} nullfs ro,nosuid 0 0"] if identity else []
         await self._run(
             *("jail", "-c", f"name={name}", f"path={root}", "vnet=new", f"host.hostname={hostname}"),
-            *(*mounts, "mount.devfs", "devfs_ruleset=4"),
+            *(*mount_params, "mount.devfs", "devfs_ruleset=4"),
             *("enforce_statfs=2", "securelevel=2", "children.max=0", "allow.noset_hostname", "allow.noraw_sockets"),
-            *(f"vnet.interface={interface}", "exec.clean", f"exec.start={_START}"),
+            *(f"vnet.interface={interface}", "exec.clean", f"exec.start={_START_COMMAND}"),
         )
 
     async def configure_interface(self, name: str, interface: str, *, address: str, prefix: int, gateway: str) -> None:
@@ -87,15 +87,15 @@ class Jails:
         """Kill the processes of a jail, reclaim its interface and remove the jail, if it exists."""
         await self.signal(name, "KILL")
         if interface:
-            # The jail may have ended with its last process, which returns its interface to the host.
-            absent = ("Device not configured", "does not exist", *_NOT_FOUND)
+            # If the jail ended with its last process, its interface is already back on the host.
+            absent = ("Device not configured", "does not exist", *_ABSENT_MESSAGES)
             await self._run.run_unless_absent("ifconfig", interface, "-vnet", name, absent=absent)
-        await self._run.run_unless_absent("jail", "-R", name, absent=_NOT_FOUND)
+        await self._run.run_unless_absent("jail", "-R", name, absent=_ABSENT_MESSAGES)
 
     async def signal(self, name: str, signal: str) -> None:
-        """Send a signal to all processes of a jail, if it exists and has any."""
+        """Send a signal to all processes of a jail. Does nothing if there is no such jail or process."""
         try:
             await self._run("pkill", f"-{signal}", "-j", name, silent=True)
         except BackendFailed as error:
-            if not any(words in error.message for words in _NOT_FOUND):
+            if not any(words in error.message for words in _ABSENT_MESSAGES):
                 raise

@@ -1,7 +1,7 @@
-"""Prepare the mount point of a volume in a jail, whose root user may tamper with the path at any time.
+"""Prepare the mount point of a volume in a jail. Root in the jail may tamper with the path at any time.
 
 `mount` resolves its target on the host, so a symbolic link in a jail could redirect a mount to any path on the host.
-Therefore the path is opened component by component, and `VolumeMounts` checks the result in the mount table.
+Therefore this module opens the path component by component, and `JailMounts` checks the result in the mount table.
 """
 
 from __future__ import annotations
@@ -13,42 +13,44 @@ from pathlib import Path
 
 from sandbox_gateway.errors import BackendFailed, Invalid
 
-_DIRECTORY = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
-_NODE_MAX = 1023
-"""Bytes of a mount point's path: MNAMELEN of FreeBSD 12 and later, without the final NUL."""
+_OPEN_FLAGS = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
+_PATH_MAX_BYTES = 1023
+"""Maximum length of a mount point's path: MNAMELEN of FreeBSD 12 and later, without the final NUL."""
+
+_REMEDY = "choose another path"
 
 
 def prepare(root: Path, path: str) -> None:
-    """Ensure that ``path`` in ``root`` is a directory, reached without symbolic links. Creates missing components.
+    """Create missing directories of ``path`` below ``root``, without following symbolic links.
 
-    Raises Invalid, with nothing changed, if that is not possible.
+    Raises Invalid, and removes the directories that it created, if ``path`` cannot be a mount point.
     """
     if not path.startswith("/") or any(name in ("", ".", "..") for name in path[1:].split("/")):
         raise Invalid(f"a volume cannot be mounted on {path[:80]!r}: use an absolute path without '..' or '//'")
-    if len(os.fsencode(f"{root}{path}")) > _NODE_MAX:
+    if len(os.fsencode(f"{root}{path}")) > _PATH_MAX_BYTES:
         raise Invalid(f"the path {path[:80]}… is too long for a mount point: choose a shorter path")
-    opened: list[tuple[int, str, bool]] = []
+    components: list[tuple[int, str, bool]] = []
     try:
-        at = os.open(root, _DIRECTORY)
+        directory_fd = os.open(root, _OPEN_FLAGS)
     except OSError as error:
         raise BackendFailed(f"the sandbox's file system is not mounted at {root}: {error.strerror}") from None
     try:
         for name in path[1:].split("/"):
-            made = _make_directory(at, name)
-            opened.append((at, name, made))
-            at = os.open(name, _DIRECTORY, dir_fd=at)
-            if made:
-                os.fchmod(at, 0o755)  # independent of the umask
+            is_new = _make_directory(directory_fd, name)
+            components.append((directory_fd, name, is_new))
+            directory_fd = os.open(name, _OPEN_FLAGS, dir_fd=directory_fd)
+            if is_new:
+                os.fchmod(directory_fd, 0o755)  # independent of the umask
     except OSError as error:
-        _remove_created(opened)
-        raise Invalid(_explain(path, opened, error)) from None
+        _remove_created(components)
+        raise Invalid(_explain(path, components, error)) from None
     finally:
-        for fd in {at, *(parent for parent, _, _ in opened)}:
+        for fd in {directory_fd, *(parent for parent, _, _ in components)}:
             os.close(fd)
 
 
 def _make_directory(parent: int, name: str) -> bool:
-    """Create a directory. Returns False if the name exists."""
+    """Create a directory. Returns False if the name already exists."""
     try:
         os.lstat(name, dir_fd=parent)
         return False
@@ -57,22 +59,22 @@ def _make_directory(parent: int, name: str) -> bool:
         return True
 
 
-def _remove_created(opened: list[tuple[int, str, bool]]) -> None:
+def _remove_created(components: list[tuple[int, str, bool]]) -> None:
     with suppress(OSError):
-        for parent, name, made in reversed(opened):
-            if made:
+        for parent, name, is_new in reversed(components):
+            if is_new:
                 os.rmdir(name, dir_fd=parent)
 
 
-def _explain(path: str, opened: list[tuple[int, str, bool]], error: OSError) -> str:
-    shown = path if len(path) <= 120 else path[:119] + "…"
-    if opened and not opened[-1][2]:
-        parent, name, _ = opened[-1]
-        place = "/" + "/".join(step for _, step, _ in opened)
+def _explain(path: str, components: list[tuple[int, str, bool]], error: OSError) -> str:
+    shown_path = path if len(path) <= 120 else path[:119] + "…"
+    if components and not components[-1][2]:
+        parent, name, _ = components[-1]
+        component = "/" + "/".join(step for _, step, _ in components)
         with suppress(OSError):
-            kind = os.lstat(name, dir_fd=parent).st_mode
-            if stat.S_ISLNK(kind):
-                return f"no volume can be mounted on {shown}: in the sandbox {place} is a symbolic link"
-            if not stat.S_ISDIR(kind):
-                return f"no volume can be mounted on {shown}: in the sandbox {place} is not a directory"
-    return f"no volume can be mounted on {shown}: {error.strerror}"
+            mode = os.lstat(name, dir_fd=parent).st_mode
+            if stat.S_ISLNK(mode):
+                return f"no volume can be mounted on {shown_path}, because {component} is a symbolic link: {_REMEDY}"
+            if not stat.S_ISDIR(mode):
+                return f"no volume can be mounted on {shown_path}, because {component} is not a directory: {_REMEDY}"
+    return f"no volume can be mounted on {shown_path} ({error.strerror}): {_REMEDY}"

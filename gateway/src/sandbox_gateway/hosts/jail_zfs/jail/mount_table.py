@@ -1,4 +1,4 @@
-"""Read the mount table of this machine, and unmount."""
+"""Read the mount table of this machine, and unmount file systems."""
 
 from __future__ import annotations
 
@@ -7,13 +7,13 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from sandbox_gateway.errors import BackendFailed
-from sandbox_gateway.hosts.jail_zfs.command_runner import CommandRunner
+from sandbox_gateway.hosts.jail_zfs.commands import CommandRunner
 
-_NOT_MOUNTED = ("not a file system root directory", "unknown file system")
+_ABSENT_MESSAGES = ("not a file system root directory", "unknown file system")
 
 
 @dataclass(frozen=True)
-class Mounted:
+class MountEntry:
     """An entry of the mount table: ``special`` is mounted at ``node``. ``fsid``: the file system id, 16 hex digits."""
 
     special: str
@@ -24,16 +24,16 @@ class Mounted:
 
     @property
     def handle(self) -> str:
-        """Return the argument of `umount` for this mount: its id, because another mount may cover the path by now."""
+        """Return the argument of `umount` for this mount: its id if known, because another mount may cover the path."""
         return self.fsid or self.node
 
 
-def parse_mounts(text: str) -> list[Mounted]:
+def parse_mounts(text: str) -> list[MountEntry]:
     """Parse the output of ``mount --libxo json -v``. Raises BackendFailed for anything else."""
     try:
         rows = json.loads(text)["mount"].get("mounted", [])
         return [
-            Mounted(
+            MountEntry(
                 str(row["special"]),
                 str(row["node"]),
                 str(row["fstype"]),
@@ -50,19 +50,19 @@ class MountTable:
     def __init__(self, run: CommandRunner) -> None:
         self._run = run
 
-    async def list_all(self) -> list[Mounted]:
-        """Return every mount of this machine, oldest first."""
+    async def list_all(self) -> list[MountEntry]:
+        """Return all mounts of this machine, oldest first."""
         return parse_mounts(await self._run("mount", "--libxo", "json", "-v"))
 
-    async def list_below(self, directory: Path) -> list[Mounted]:
+    async def list_below(self, directory: Path) -> list[MountEntry]:
         """Return the mounts below a directory, deepest and newest first."""
         inside = [each for each in await self.list_all() if each.node.startswith(f"{directory}/")]
         inside.reverse()
         return sorted(inside, key=lambda each: each.node.count("/"), reverse=True)
 
-    async def unmount(self, mount: Mounted) -> None:
-        """Remove a mount, by force if it is in use. Does nothing if it is not mounted."""
+    async def unmount(self, mount: MountEntry) -> None:
+        """Unmount a file system, by force if it is in use. Does nothing if it is not mounted."""
         try:
-            await self._run.run_unless_absent("umount", mount.handle, absent=_NOT_MOUNTED)
+            await self._run.run_unless_absent("umount", mount.handle, absent=_ABSENT_MESSAGES)
         except BackendFailed:
-            await self._run.run_unless_absent("umount", "-f", mount.handle, absent=_NOT_MOUNTED)
+            await self._run.run_unless_absent("umount", "-f", mount.handle, absent=_ABSENT_MESSAGES)

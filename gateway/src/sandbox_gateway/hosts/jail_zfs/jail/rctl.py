@@ -1,19 +1,23 @@
-"""Limit jails with rctl, which requires `kern.racct.enable=1`."""
+"""Limit the resources of jails with rctl, which requires `kern.racct.enable=1`."""
 
 from __future__ import annotations
 
 from sandbox_gateway.errors import BackendFailed
-from sandbox_gateway.hosts.jail_zfs.command_runner import CommandRunner
+from sandbox_gateway.hosts.jail_zfs.commands import CommandRunner
 from sandbox_gateway.log import Logger
 from sandbox_gateway.records import Resources
 
-_ABSENT = ("No such process",)
+_ABSENT_MESSAGES = ("No such process",)
 
 log = Logger("rctl")
 
 
-def rules(jail: str, resources: Resources, processes: int) -> list[str]:
-    """Return the rules of a jail. ``memoryuse`` would not be a hard limit; ``pcpu`` is in percent of one processor."""
+def format_rules(jail: str, resources: Resources, processes: int) -> list[str]:
+    """Return the rctl rules of a jail.
+
+    Memory is limited by ``vmemoryuse``, because ``memoryuse`` is not a hard limit. ``pcpu`` is in percent of one
+    processor.
+    """
     limits = {
         "maxproc": str(processes),
         "vmemoryuse": str(resources.memory_mb << 20),
@@ -29,15 +33,19 @@ def parse_usage(text: str) -> dict[str, int]:
 
 
 class Limits:
-    """The limits of jails. ``processes``: maximum number of processes in each sandbox."""
+    """Manages the limits of this gateway's jails, whose names begin with ``prefix``.
 
-    def __init__(self, run: CommandRunner, processes: int) -> None:
+    ``processes``: maximum number of processes in each sandbox.
+    """
+
+    def __init__(self, run: CommandRunner, prefix: str, processes: int) -> None:
         self._run = run
+        self._prefix = prefix
         self._processes = processes
         self.enabled = False
 
     async def open(self) -> None:
-        """Check whether the kernel supports limits. If not, log a warning: the host works without limits."""
+        """Check whether the kernel supports limits. If it does not, log a warning and run jails without limits."""
         try:
             self.enabled = (await self._run("sysctl", "-n", "kern.racct.enable")).strip() == "1"
         except BackendFailed as error:
@@ -46,32 +54,32 @@ class Limits:
             self.enabled = False
         if not self.enabled:
             log.warning(
-                "sandboxes have no limits of memory, processors and processes: "
-                "put kern.racct.enable=1 into /boot/loader.conf and restart the machine"
+                "sandboxes have no limits on memory, processors or processes: "
+                "add kern.racct.enable=1 to /boot/loader.conf and restart the machine"
             )
 
     async def apply(self, jail: str, resources: Resources) -> None:
-        """Set the limits, before the jail is created, so that they apply to its first process."""
+        """Set the limits of a jail. Call it before the jail is created, so that they apply to the first process."""
         if self.enabled:
-            await self._run("rctl", "-a", *rules(jail, resources, self._processes))
+            await self._run("rctl", "-a", *format_rules(jail, resources, self._processes))
 
     async def remove(self, jail: str) -> None:
         if self.enabled:
-            await self._run.run_unless_absent("rctl", "-r", f"jail:{jail}", absent=_ABSENT)
+            await self._run.run_unless_absent("rctl", "-r", f"jail:{jail}", absent=_ABSENT_MESSAGES)
 
     async def memory_bytes(self, jail: str) -> int:
-        """Return the resident memory of a jail; 0 if the kernel does not account for it."""
+        """Return the resident memory of a jail, in bytes, or 0 if the kernel does not measure it."""
         if not self.enabled:
             return 0
         return parse_usage(await self._run("rctl", "-u", f"jail:{jail}")).get("memoryuse", 0)
 
-    async def sweep(self, prefix: str, kept: set[str]) -> list[str]:
-        """Remove the rules of jails whose names begin with ``prefix`` and are not in ``kept``. Returns these names."""
+    async def sweep(self, in_use: set[str]) -> list[str]:
+        """Remove the rules of this gateway's jails that are not in ``in_use``. Returns the names of these jails."""
         if not self.enabled:
             return []
         fields = (line.split(":") for line in (await self._run("rctl")).splitlines())
-        named = {field[1] for field in fields if len(field) > 2 and field[0] == "jail"}
-        strays = sorted(name for name in named - kept if name.startswith(prefix))
+        limited_jails = {field[1] for field in fields if len(field) > 2 and field[0] == "jail"}
+        strays = sorted(name for name in limited_jails - in_use if name.startswith(f"{self._prefix}-"))
         for name in strays:
             await self.remove(name)
         return strays

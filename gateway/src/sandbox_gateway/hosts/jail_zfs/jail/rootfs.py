@@ -1,4 +1,4 @@
-"""Build the file system of a jail template: an unpacked tree, the agent, and settings for jails.
+"""Build the file system of a jail template from an unpacked tree, the agent, and settings for jails.
 
 All commands run on the host, with options that both GNU's and FreeBSD's ``tar`` and ``cp`` support.
 """
@@ -19,38 +19,38 @@ from sandbox_gateway.hosts.rootfs_common import (
     Tree,
     add_user,
     agent_package,
-    as_gateway_error,
-    compile_agent_of_foreign,
+    compile_agent_in_foreign_tree,
+    file_kind,
     install_agent,
-    kind_of,
     python_minor,
     stream,
+    to_gateway_error,
 )
 from sandbox_gateway.recipes import Recipe, Source
 
 _PYTHONS = ("/usr/local/bin/python3", "/usr/bin/python3")
-_FILES = ("machine-id", "resolv.conf")
-"""Files in /etc that link to IDENTITY."""
-_HOSTS = "127.0.0.1 localhost\n::1 localhost\n"
+_IDENTITY_FILES = ("machine-id", "resolv.conf")
+"""Files in /etc that are symbolic links to files in IDENTITY."""
+_ETC_HOSTS = "127.0.0.1 localhost\n::1 localhost\n"
 _MIN_PYTHON = 9
 
 
 def check_recipe(recipe: Recipe) -> None:
-    """Raise Unsupported for a recipe that only other kinds of host can build."""
+    """Raise Unsupported if only another kind of host can build the recipe."""
     if recipe.source is not Source.ROOTFS:
         raise Unsupported(
-            "a jail host cannot debootstrap: use 'from: rootfs' with the path of a directory or tarball on the host, "
-            "such as FreeBSD's base.txz with Python installed in it"
+            "a jail host cannot build templates with debootstrap: use 'from: rootfs' with the path of a directory or "
+            "tarball on the host, such as FreeBSD's base.txz with Python installed in it"
         )
 
 
 def guest_digest() -> str:
-    """Return a digest of everything but the recipe that determines a template: the agent and the builder."""
+    """Return a digest of the agent and the builder, which together with the recipe determine a template's contents."""
     return digest_guest(Path(__file__))
 
 
 async def build_rootfs(recipe: Recipe, root: Path, log: Log) -> None:
-    """Fill the empty directory ``root``; needs root rights.
+    """Build the template in the empty directory ``root``. Requires root privileges.
 
     Raises Invalid if the recipe's tree is unsuitable for a sandbox.
     """
@@ -64,13 +64,13 @@ async def build_rootfs(recipe: Recipe, root: Path, log: Log) -> None:
         minor = await asyncio.to_thread(_prepare_tree, root)
         await _add_user(root)
         if minor == sys.version_info.minor:
-            await compile_agent_of_foreign(root, log)
+            await compile_agent_in_foreign_tree(root, log)
     except OSError as error:
-        raise as_gateway_error(error, "building the file system") from error
+        raise to_gateway_error(error, "building the file system") from error
 
 
 async def _unpack(source: Path, root: Path, log: Log) -> None:
-    kind = await asyncio.to_thread(kind_of, source)
+    kind = await asyncio.to_thread(file_kind, source)
     if kind == "directory":
         if await asyncio.to_thread(lambda: root.resolve().is_relative_to(source.resolve())):
             raise Invalid(
@@ -80,8 +80,8 @@ async def _unpack(source: Path, root: Path, log: Log) -> None:
         await stream(["cp", "-a", "-x", f"{source}/.", f"{root}/"], log)
     elif kind == "file":
         log(f"unpacking {source}")
-        # Device nodes are excluded, because a jail has a devfs. Both versions of tar detect compression.
-        excluded = [f"--exclude={place}dev/*" for place in ("./", "")]
+        # Device nodes are excluded, because a jail has a devfs. GNU's and FreeBSD's tar both detect the compression.
+        excluded = [f"--exclude={prefix}dev/*" for prefix in ("./", "")]
         argv = ["tar", "-x", "-p", "-f", str(source), "-C", str(root), "--numeric-owner", *excluded]
         await stream(argv, lambda line: None)
     else:
@@ -99,28 +99,30 @@ def _prepare_tree(root: Path) -> int:
     minor = _check_tree(tree)
     install_agent(tree, agent_package())
     for directory in ("/dev", "/run", IDENTITY):
-        if tree.real(directory, follow=False).is_symlink():
+        if tree.resolve(directory, follow=False).is_symlink():
             tree.remove(directory)
         tree.mkdir(directory)
-    for name in _FILES:
+    for name in _IDENTITY_FILES:
         tree.link(f"/etc/{name}", f"{IDENTITY}/{name}")
-    tree.write("/etc/hosts", _HOSTS)
+    tree.write("/etc/hosts", _ETC_HOSTS)
     return minor
 
 
 def _check_tree(tree: Tree) -> int:
     if not tree.is_file("/bin/sh"):
-        raise Invalid("the root file system has no /bin/sh: use one with a complete system")
-    found = [tree.real(place) for place in _PYTHONS if tree.is_file(place)]
-    if not found:
+        raise Invalid("the root file system has no /bin/sh: use the root file system of a complete installation")
+    pythons = [tree.resolve(path) for path in _PYTHONS if tree.is_file(path)]
+    if not pythons:
         raise Invalid(
             f"the root file system has no {' or '.join(_PYTHONS)}: install Python 3.{_MIN_PYTHON} or later in it "
             "for the agent (FreeBSD: `pkg -r ROOT install python3`, or the recipe's packages)"
         )
-    minor = python_minor(tree, found[0].name)
+    minor = python_minor(tree, pythons[0].name)
     if minor is None or minor < _MIN_PYTHON:
-        named = "of an unknown version" if minor is None else f"3.{minor}"
-        raise Invalid(f"the root file system's python3 is {named}: the agent needs Python 3.{_MIN_PYTHON} or later")
+        version = "of an unknown version" if minor is None else f"3.{minor}"
+        raise Invalid(
+            f"the root file system's python3 is {version}: install Python 3.{_MIN_PYTHON} or later in it for the agent"
+        )
     return minor
 
 
@@ -129,6 +131,6 @@ async def _add_user(root: Path) -> None:
     if not await asyncio.to_thread((root / "etc/master.passwd").is_file):
         await asyncio.to_thread(add_user, Tree(root))
         return
-    known = await run_async(["pw", "-R", str(root), "usershow", "user"], timeout=STEP_SECONDS, check=False)
-    if known.returncode != 0:
+    existing_user = await run_async(["pw", "-R", str(root), "usershow", "user"], timeout=STEP_SECONDS, check=False)
+    if existing_user.returncode != 0:
         await run_async(["pw", "-R", str(root), "useradd", "user", "-m", "-s", "/bin/sh"], timeout=STEP_SECONDS)

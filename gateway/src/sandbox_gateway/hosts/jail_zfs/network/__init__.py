@@ -1,1 +1,4 @@
-"""The network of jails: a bridge, an epair to each jail, and the packet filter."""
+"""The network of jails.
+
+``jail_network`` connects jails, using ``epair`` (a bridge, and an epair to each jail) and ``pf`` (the packet filter).
+"""

@@ -5,8 +5,8 @@
     jail: <prefix>-<n>b ══ <prefix>-<n>a ─ bridge, first address of the subnet ─ host
           n-th address
 
-The members of the bridge are private: they reach the host, but not each other. pf controls access to the host and
-beyond. Every epair is in the interface group ``<prefix>-epair`` as soon as it exists.
+The members of the bridge are private: they reach the host, but not each other. pf controls access to the host and to
+other networks. Every epair is created in the interface group ``<prefix>-epair``.
 """
 
 from __future__ import annotations
@@ -17,15 +17,15 @@ import re
 from dataclasses import dataclass
 
 from sandbox_gateway.errors import BackendFailed
-from sandbox_gateway.hosts.jail_zfs.command_runner import CommandRunner
+from sandbox_gateway.hosts.jail_zfs.commands import CommandRunner
 from sandbox_gateway.tasks import finish_despite_cancellation, wait_for_all
 
-_ABSENT = ("does not exist",)
+_ABSENT_MESSAGES = ("does not exist",)
 
 
 @dataclass(frozen=True)
 class Epair:
-    """The names of both ends; the IP and MAC address of the inner end, which is in the jail."""
+    """An epair. ``address`` and ``mac`` belong to ``inner``, the end in the jail."""
 
     number: int
     outer: str
@@ -35,13 +35,13 @@ class Epair:
 
 
 def parse_inet(text: str) -> list[str]:
-    """Return the IPv4 addresses in the output of ``ifconfig NAME``, as ``address/prefix length``."""
-    found = re.findall(r"^\s+inet (\d{1,3}(?:\.\d{1,3}){3}) netmask 0x([0-9a-f]{8})\b", text, re.MULTILINE)
-    return [f"{address}/{int(mask, 16).bit_count()}" for address, mask in found]
+    """Return the IPv4 addresses in the output of ``ifconfig NAME``, in the form ``ADDRESS/PREFIX_LENGTH``."""
+    matches = re.findall(r"^\s+inet (\d{1,3}(?:\.\d{1,3}){3}) netmask 0x([0-9a-f]{8})\b", text, re.MULTILINE)
+    return [f"{address}/{int(mask, 16).bit_count()}" for address, mask in matches]
 
 
 class Bridge:
-    """The bridge ``name`` for the addresses of ``subnet``; names of epairs begin with ``prefix``."""
+    """Manages the bridge ``name`` of the network ``subnet``, and its epairs, whose names begin with ``prefix``."""
 
     def __init__(self, run: CommandRunner, *, name: str, prefix: str, subnet: str) -> None:
         self._run = run
@@ -60,26 +60,26 @@ class Bridge:
         return Epair(number, f"{name}a", f"{name}b", str(address), f"02:5b:{tail}")
 
     async def open(self) -> None:
-        """Create the bridge if it is missing. Raises BackendFailed if another interface has its name."""
-        wanted = f"{self.gateway}/{self.subnet.prefixlen}"
+        """Create the bridge if it is missing. Raises BackendFailed if the existing bridge has another address."""
+        expected = f"{self.gateway}/{self.subnet.prefixlen}"
         if self.name not in (await self._run("ifconfig", "-l")).split():
             await self._run("ifconfig", "bridge", "create", "name", self.name)
-            tail = hashlib.sha256(self.name.encode()).hexdigest()
-            await self._run("ifconfig", self.name, "ether", f"58:9c:fc:{tail[:2]}:{tail[2:4]}:{tail[4:6]}")
+            digest = hashlib.sha256(self.name.encode()).hexdigest()
+            await self._run("ifconfig", self.name, "ether", f"58:9c:fc:{digest[:2]}:{digest[2:4]}:{digest[4:6]}")
         addresses = parse_inet(await self._run("ifconfig", self.name))
-        if addresses and wanted not in addresses:
+        if addresses and expected not in addresses:
             raise BackendFailed(
-                f"the bridge {self.name} has the address {addresses[0]}, not {wanted}: "
+                f"the bridge {self.name} has the address {addresses[0]}, not {expected}: "
                 "set [jail_zfs] bridge to another bridge, or change [network] subnet to match"
             )
-        await self._run("ifconfig", self.name, *([] if addresses else ["inet", wanted]), "up")
+        await self._run("ifconfig", self.name, *([] if addresses else ["inet", expected]), "up")
 
     async def close(self) -> None:
-        """Remove the bridge, which no longer has members."""
-        await self._run.run_unless_absent("ifconfig", self.name, "destroy", absent=_ABSENT)
+        """Remove the bridge. Call it when the bridge has no members."""
+        await self._run.run_unless_absent("ifconfig", self.name, "destroy", absent=_ABSENT_MESSAGES)
 
     async def create(self, epair: Epair) -> None:
-        """Create an epair and add its outer end to the bridge. On failure nothing remains."""
+        """Create an epair and add its outer end to the bridge. A failed call leaves nothing behind."""
         name = (await self._run("ifconfig", "epair", "create", "group", self._group)).strip()
         if not re.fullmatch(r"epair\d+a", name):
             raise BackendFailed(f"`ifconfig epair create` printed {name[:80]!r}, not the name of an epair")
@@ -96,20 +96,20 @@ class Bridge:
             raise
 
     async def destroy(self, epair: Epair) -> None:
-        """Destroy both ends, wherever they are."""
+        """Destroy both ends of an epair, even if the inner end is in a jail."""
         await self._destroy(epair.outer)
 
     async def _destroy(self, interface: str) -> None:
-        await self._run.run_unless_absent("ifconfig", interface, "destroy", absent=_ABSENT)
+        await self._run.run_unless_absent("ifconfig", interface, "destroy", absent=_ABSENT_MESSAGES)
 
-    async def sweep(self, kept: set[int]) -> list[str]:
-        """Destroy the epairs whose numbers are not in ``kept``. Returns their names."""
-        known = {self.epair(number).outer for number in kept}
-        strays = [name for name in (await self._members()) if name not in known]
+    async def sweep(self, in_use: set[int]) -> list[str]:
+        """Destroy the epairs whose numbers are not in ``in_use``. Returns their names."""
+        known_names = {self.epair(number).outer for number in in_use}
+        strays = [name for name in (await self._members()) if name not in known_names]
         for name in strays:
             await self._destroy(name)
         return strays
 
     async def _members(self) -> list[str]:
-        """Return the outer ends of this gateway's epairs; `ifconfig -g` fails without a message if there are none."""
+        """Return the outer ends of this gateway's epairs. `ifconfig -g` fails without a message if there are none."""
         return (await self._run("ifconfig", "-g", self._group, silent=True)).split()

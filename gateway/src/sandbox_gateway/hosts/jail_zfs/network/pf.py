@@ -1,10 +1,9 @@
-"""Restrict network access with pf: an anchor for each sandbox, and one for the bridge.
+"""Restrict network access with pf, using an anchor for each jail and one for the bridge.
 
 The main rules evaluate the anchors (``nat-anchor "sbx/*"``, ``anchor "sbx/*"``). The bridge's anchor ``sbx/<prefix>``
-blocks
-traffic that no rule allows, and translates outgoing connections to the host's address. A jail's anchor ``sbx/<jail>``
-has ``quick`` rules for the jail's address. Root in a jail may give its interface any address: the rules on its epair
-drop packets from other addresses.
+blocks traffic that no rule allows, and translates outgoing connections to the host's address. A jail's anchor
+``sbx/<jail>`` has ``quick`` rules for the jail's address. Root in a jail may give its interface any address, so the
+rules on its epair drop packets from other addresses.
 """
 
 from __future__ import annotations
@@ -13,47 +12,47 @@ from collections.abc import Sequence
 
 from sandbox_gateway.errors import BackendFailed
 from sandbox_gateway.hosts.addresses import egress_rules
-from sandbox_gateway.hosts.jail_zfs.command_runner import CommandRunner
+from sandbox_gateway.hosts.jail_zfs.commands import CommandRunner
 from sandbox_gateway.hosts.jail_zfs.network.epair import Bridge, Epair
 from sandbox_gateway.records import NetworkPolicy
 
-_ROOT = "sbx"
-_HELP = (
-    f'put `nat-anchor "{_ROOT}/*"` among the translation rules and `anchor "{_ROOT}/*"` among the filter rules of '
-    "/etc/pf.conf, then `service pf start` and `pfctl -f /etc/pf.conf`; or run the role jail_zfs_host"
+_ANCHOR_ROOT = "sbx"
+_REMEDY = (
+    f'add `nat-anchor "{_ANCHOR_ROOT}/*"` to the translation rules and `anchor "{_ANCHOR_ROOT}/*"` to the filter rules '
+    "of /etc/pf.conf, then run `service pf start` and `pfctl -f /etc/pf.conf`; or run the role jail_zfs_host"
 )
-_LIMITED = ("224.0.0.0/4", "255.255.255.255")
-"""Multicast and broadcast addresses, which also reach the host."""
+_MULTICAST = ("224.0.0.0/4", "255.255.255.255")
+"""Multicast and broadcast addresses: packets to them also reach the host."""
 
 
 def bridge_rules(bridge: Bridge, egress: str) -> str:
-    """Return the rules of the bridge. ``egress``: the interface to the internet, or empty."""
+    """Return the rules of the bridge. ``egress``: the interface to the internet, or "" to omit address translation."""
     nat = f"nat on {egress} inet from {bridge.subnet} to any -> ({egress})\n" if egress else ""
     return f"{nat}block drop on {bridge.name} all\n"
 
 
 def jail_rules(bridge: Bridge, epair: Epair, policy: NetworkPolicy, dns: Sequence[str]) -> str:
-    """Return the rules of one jail. Raises Invalid for a malformed address."""
-    here = f"quick on {bridge.name} inet"
-    by = f"from {epair.address}"
+    """Return the rules of one jail. Raises Invalid if the policy contains a malformed address."""
+    scope = f"quick on {bridge.name} inet"
+    source = f"from {epair.address}"
     lines = [
         f"block drop in quick on {epair.outer} inet from ! {epair.address} to any",
         f"block drop in quick on {epair.outer} inet6 all",
-        f"pass out {here} from {bridge.gateway} to {epair.address}",
+        f"pass out {scope} from {bridge.gateway} to {epair.address}",
     ]
-    lines += [f"block return in {here} {by} to {place}" for place in ("(self)", str(bridge.subnet), *_LIMITED)]
+    lines += [f"block return in {scope} {source} to {target}" for target in ("(self)", str(bridge.subnet), *_MULTICAST)]
     for rule in egress_rules(policy, dns):
         for network in rule.networks:
-            place = "any" if network.prefixlen == 0 else str(network)
+            target = "any" if network.prefixlen == 0 else str(network)
             if rule.dns_only:
-                lines += [f"pass in {here} proto {kind} {by} to {place} port 53" for kind in ("tcp", "udp")]
+                lines += [f"pass in {scope} proto {kind} {source} to {target} port 53" for kind in ("tcp", "udp")]
             else:
-                lines.append(f"{'pass' if rule.allow else 'block return'} in {here} {by} to {place}")
+                lines.append(f"{'pass' if rule.allow else 'block return'} in {scope} {source} to {target}")
     return "".join(f"{line}\n" for line in lines)
 
 
 class Pf:
-    """The packet filter. ``prefix``: the prefix of the names of this gateway's jails."""
+    """Manages the packet filter's rules. ``prefix``: the prefix of the names of this gateway's jails."""
 
     def __init__(self, run: CommandRunner, bridge: Bridge, prefix: str) -> None:
         self._run = run
@@ -61,18 +60,18 @@ class Pf:
         self._prefix = prefix
 
     async def open(self, egress: str) -> None:
-        """Check the main rules and load the bridge's. An empty ``egress`` means the interface of the default route."""
+        """Check the main rules and load the bridge's rules. ``egress``: "" means the interface of the default route."""
         try:
             info = await self._run("pfctl", "-s", "info")
             filters = await self._run("pfctl", "-s", "rules")
             translations = await self._run("pfctl", "-s", "nat")
         except BackendFailed as error:
-            raise BackendFailed(f"pf cannot be queried ({error.message}): {_HELP}") from None
+            raise BackendFailed(f"pf cannot be queried ({error.message}): {_REMEDY}") from None
         if "Status: Enabled" not in info:
-            raise BackendFailed(f"pf is not enabled, so sandboxes could reach everything: {_HELP}")
+            raise BackendFailed(f"pf is not enabled, so sandboxes could reach everything: {_REMEDY}")
         for kind, text in (("anchor", filters), ("nat-anchor", translations)):
-            if not any(line.startswith(f'{kind} "{_ROOT}/*"') for line in text.splitlines()):
-                raise BackendFailed(f'pf\'s main rules have no `{kind} "{_ROOT}/*"`: {_HELP}')
+            if not any(line.startswith(f'{kind} "{_ANCHOR_ROOT}/*"') for line in text.splitlines()):
+                raise BackendFailed(f'pf\'s main rules have no `{kind} "{_ANCHOR_ROOT}/*"`: {_REMEDY}')
         await self._load(self._prefix, bridge_rules(self._bridge, egress or await self._default_egress()))
 
     async def close(self) -> None:
@@ -80,34 +79,34 @@ class Pf:
 
     async def _default_egress(self) -> str:
         try:
-            answer = await self._run("route", "-n", "get", "default")
+            output = await self._run("route", "-n", "get", "default")
         except BackendFailed as error:
             if "not been found" in error.message or "not in table" in error.message:
                 return ""
             raise
-        fields = (line.partition(":") for line in answer.splitlines())
+        fields = (line.partition(":") for line in output.splitlines())
         return next((value.strip() for key, _, value in fields if key.strip() == "interface"), "")
 
     async def apply(self, jail: str, epair: Epair, policy: NetworkPolicy, dns: Sequence[str]) -> None:
-        """Load a jail's rules atomically. Open connections stay open."""
+        """Replace a jail's rules atomically. Open connections stay open."""
         await self._load(jail, jail_rules(self._bridge, epair, policy, dns))
 
     async def forget_connections(self, epair: Epair) -> None:
-        """Drop the states of an address, so that pf applies the rules to the next packet of each connection."""
+        """Remove pf's states of a jail's address, so that the rules also apply to open connections."""
         await self._run("pfctl", "-q", "-k", epair.address)
         await self._run("pfctl", "-q", "-k", "0.0.0.0/0", "-k", epair.address)
 
     async def _load(self, name: str, rules: str) -> None:
-        await self._run("pfctl", "-q", "-a", f"{_ROOT}/{name}", "-f", "-", input=rules)
+        await self._run("pfctl", "-q", "-a", f"{_ANCHOR_ROOT}/{name}", "-f", "-", input=rules)
 
     async def flush(self, name: str) -> None:
-        await self._run("pfctl", "-q", "-a", f"{_ROOT}/{name}", "-F", "all")
+        await self._run("pfctl", "-q", "-a", f"{_ANCHOR_ROOT}/{name}", "-F", "all")
 
-    async def sweep(self, kept: set[str]) -> list[str]:
-        """Remove the rules of this gateway's jails that are not in ``kept``. Returns their names."""
-        listed = (await self._run("pfctl", "-a", _ROOT, "-s", "Anchors")).split()
-        names = (name.removeprefix(f"{_ROOT}/") for name in listed)
-        strays = sorted(name for name in names if name.startswith(f"{self._prefix}-") and name not in kept)
+    async def sweep(self, in_use: set[str]) -> list[str]:
+        """Remove the rules of this gateway's jails that are not in ``in_use``. Returns the names of these jails."""
+        anchors = (await self._run("pfctl", "-a", _ANCHOR_ROOT, "-s", "Anchors")).split()
+        names = (name.removeprefix(f"{_ANCHOR_ROOT}/") for name in anchors)
+        strays = sorted(name for name in names if name.startswith(f"{self._prefix}-") and name not in in_use)
         for name in strays:
             await self.flush(name)
         return strays

@@ -1,8 +1,8 @@
-"""Datasets, snapshots and records of a jail host in ZFS.
+"""Store the datasets, snapshots and records of a jail host in ZFS.
 
-``storage`` is the entry and scans at start-up: ``sandbox_scan`` and ``volume_scan`` interpret what is there, ``marks``
-writes findings back. ``instances`` and ``snapshots`` are the datasets of sandboxes and their snapshots; ``volumes``,
-``volume_datasets`` and ``volume_snapshots`` those of volumes; ``snapshot_names`` maps ids to full names.
-``property_codec`` and ``property_store`` keep records in user properties. ``root`` is the dataset above all of them,
-``ownership`` its lock, ``ballast`` its reserve, ``translation`` translates ZFS's errors.
+``storage`` is the entry point and scans at start-up: ``sandbox_scan`` and ``volume_scan`` interpret the datasets, and
+``marks`` collects the findings. ``instances`` and ``snapshots`` manage the datasets and snapshots of sandboxes;
+``volumes``, ``volume_datasets`` and ``volume_snapshots`` manage those of volumes; ``snapshot_names`` maps ids to full
+names. ``property_codec`` and ``property_store`` store records in user properties. ``root`` manages the root dataset,
+``ownership`` locks it, ``ballast`` reserves space in it, and ``translation`` translates ZFS's errors.
 """

@@ -6,14 +6,14 @@ from collections.abc import Callable
 
 from sandbox_gateway import zfs
 
-_BYTES = 16 << 20
+_BALLAST_BYTES = 16 << 20
 
 
 class Ballast:
-    """The dataset ``ROOT/ballast``, which only reserves space.
+    """The dataset ``ROOT/ballast``, whose only purpose is to reserve space.
 
-    On a full pool ZFS can destroy datasets, but not set properties or rename anything. Without reserved space, nothing
-    could be removed from such a pool.
+    On a full pool, ZFS can destroy datasets, but can neither set properties nor rename datasets. Removing a sandbox
+    requires both, so it would fail without reserved space.
     """
 
     def __init__(self, root_dataset: str) -> None:
@@ -21,7 +21,7 @@ class Ballast:
         self._dataset = f"{root_dataset}/ballast"
 
     def run_even_if_full(self, change: Callable[[], None]) -> None:
-        """Make a change. If the pool is full, release the ballast and retry."""
+        """Call ``change``. If the pool is full, release the ballast and call it again."""
         try:
             change()
         except zfs.exceptions.NoSpace:
@@ -35,10 +35,10 @@ class Ballast:
         if zfs.lzc_exists(self._dataset):
             return []
         try:
-            zfs.lzc_create(self._dataset, props={"canmount": "off", "refreservation": str(_BYTES)})
+            zfs.lzc_create(self._dataset, props={"canmount": "off", "refreservation": str(_BALLAST_BYTES)})
         except (zfs.exceptions.NoSpace, zfs.exceptions.QuotaExceeded):
             return [
-                f"the pool of {self._root} is nearly full: {_BYTES >> 20} MiB could not be reserved. "
+                f"the pool of {self._root} is nearly full: {_BALLAST_BYTES >> 20} MiB could not be reserved. "
                 "Remove snapshots or sandboxes"
             ]
         return []

@@ -1,9 +1,9 @@
 """Encode and decode records as user properties of the datasets or snapshots that they describe.
 
-The property ``sandbox:record`` holds one line of JSON: ``{"v": 1, "kind", "generation", "record": {…}}``. The value of
-a property has at most 8191 bytes, so a longer record is split into ``sandbox:record.<generation>.<n>``, and
-``sandbox:record`` has their number and checksum (``parts``, ``sha256``) instead. Either way, one property commits a
-record, and ZFS sets a property atomically. ``generation`` increases with every write.
+The property ``sandbox:record`` contains one line of JSON: ``{"v": 1, "kind", "generation", "record": {…}}``. The value
+of a property is limited to 8191 bytes, so a longer record is split into parts, ``sandbox:record.<generation>.<n>``. In
+that case, ``sandbox:record`` contains their number and checksum (``parts``, ``sha256``) instead of the record. Setting
+``sandbox:record`` commits the record, and ZFS sets a property atomically. ``generation`` increases with every write.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from sandbox_gateway.records import Record, Sandbox, Snapshot, Volume, VolumeSna
 
 HEAD = "sandbox:record"
 QUARANTINE = "sandbox:quarantine"
-"""The property with the reason why the gateway does not touch a dataset or snapshot."""
+"""The property that records why the gateway does not touch a dataset or snapshot."""
 
 _PART = re.compile(r"sandbox:record\.(\d+)\.(\d+)")
 _INLINE_MAX = 7900
@@ -38,20 +38,20 @@ _KINDS: dict[Kind, type[Record]] = {
 }
 
 
-class Stored(NamedTuple):
-    """A record and its version."""
+class StoredRecord(NamedTuple):
+    """A record and its generation."""
 
     generation: int
     record: Record
 
 
 def encode(record: Record, generation: int) -> dict[str, str]:
-    """Return the properties that hold ``record``, ``sandbox:record`` last. Raises Invalid if it is too long."""
+    """Return the properties that store ``record``; ``sandbox:record`` is the last. Raises Invalid if it is too long."""
     kind = next(kind for kind, type_ in _KINDS.items() if isinstance(record, type_))
     text = _json(record.model_dump(mode="json"))
     if len(text) > _RECORD_MAX:
         raise Invalid(
-            f"the record of {kind} {record.id} has {len(text)} bytes, but the limit is {_RECORD_MAX}: "
+            f"the record of {kind} {record.id} is {len(text)} bytes long, but the limit is {_RECORD_MAX}: "
             "shorten its metadata, its environment or its recipe"
         )
     head: dict[str, Any] = {"v": 1, "kind": kind, "generation": generation}
@@ -62,8 +62,8 @@ def encode(record: Record, generation: int) -> dict[str, str]:
     return {f"{HEAD}.{generation}.{n}": part for n, part in enumerate(parts)} | {HEAD: _json(head)}
 
 
-def decode(props: Mapping[str, str], kind: Kind) -> Stored:
-    """Read the properties that ``encode`` returns. Raises ValueError with the defect for anything else."""
+def decode(props: Mapping[str, str], kind: Kind) -> StoredRecord:
+    """Return the record in properties that ``encode`` returned. Raises ValueError, with the defect, for others."""
     if HEAD not in props:
         raise ValueError(f"the property {HEAD} is missing")
     head = _parse_object(props[HEAD], HEAD)
@@ -76,7 +76,7 @@ def decode(props: Mapping[str, str], kind: Kind) -> Stored:
         head.get("record") if "parts" not in head else _parse_object(_join_parts(props, head, generation), "its parts")
     )
     try:
-        return Stored(generation, _KINDS[kind].model_validate(data))
+        return StoredRecord(generation, _KINDS[kind].model_validate(data))
     except ValidationError as error:
         raise ValueError(explain(error)[:500]) from None
 
@@ -90,7 +90,7 @@ def volume_snapshot_head(snapshot_id: str) -> str:
 
 
 def stale_parts(props: Mapping[str, str]) -> list[str]:
-    """Return the parts of uncommitted records."""
+    """Return the names of properties that are parts of uncommitted records."""
     try:
         generation = _parse_object(props[HEAD], HEAD).get("generation")
     except (KeyError, ValueError):
@@ -101,7 +101,7 @@ def stale_parts(props: Mapping[str, str]) -> list[str]:
 def _join_parts(props: Mapping[str, str], head: Mapping[str, Any], generation: int) -> str:
     count = head["parts"]
     if not isinstance(count, int) or not 0 < count <= _RECORD_MAX // _PART_SIZE + 1:
-        raise ValueError(f"the property {HEAD} has an impossible number of parts")
+        raise ValueError(f"the property {HEAD} has an invalid number of parts")
     names = [f"{HEAD}.{generation}.{n}" for n in range(count)]
     if missing := [name for name in names if name not in props]:
         raise ValueError(f"the property {missing[0]} is missing")
@@ -111,13 +111,13 @@ def _join_parts(props: Mapping[str, str], head: Mapping[str, Any], generation: i
     return text
 
 
-def _parse_object(text: str, what: str) -> dict[str, Any]:
+def _parse_object(text: str, description: str) -> dict[str, Any]:
     try:
         value = json.loads(text)
     except (ValueError, RecursionError):
-        raise ValueError(f"{what} is not JSON") from None
+        raise ValueError(f"{description} is not JSON") from None
     if not isinstance(value, dict):
-        raise ValueError(f"{what} is not a JSON object")
+        raise ValueError(f"{description} is not a JSON object")
     return value
 
 

@@ -19,7 +19,7 @@ class PropertyStore:
         self._lock = root.index_lock
         self._ballast = ballast
         self._generations: dict[str, int] = {}
-        """Generation of the newest record of each object, by its id."""
+        """The generation of each object's newest record, keyed by the object's id."""
         self._multipart: set[str] = set()
         """Datasets and snapshots that have, or may have, parts of records."""
 
@@ -55,7 +55,7 @@ class PropertyStore:
 
     @staticmethod
     def _remove_stale_parts(name: str) -> None:
-        """Drop stale parts of a record. Ignores failures: the record is committed, and the next scan retries."""
+        """Remove stale parts of a record. Ignores failures: the record is committed, and the next scan retries."""
         with suppress(zfs.exceptions.ZFSError):
             for prop in stale_parts(zfs.local_props(name)):
                 zfs.lzc_inherit_prop(name, prop)
@@ -65,12 +65,12 @@ class PropertyStore:
         if HEAD in zfs.local_props(dataset):
             self._ballast.run_even_if_full(lambda: zfs.lzc_inherit_prop(dataset, HEAD))
 
-    def mark(self, found: Marks) -> None:
+    def mark(self, marks: Marks) -> None:
         """Write the findings of a scan to datasets and snapshots. Ignores failures, such as a full pool."""
         with suppress(zfs.exceptions.ZFSError):
-            for name, reason in found.to_mark.items():
+            for name, reason in marks.to_mark.items():
                 zfs.lzc_set_prop(name, QUARANTINE, reason)
-            for name in found.mended:
+            for name in marks.recovered:
                 zfs.lzc_inherit_prop(name, QUARANTINE)
-            for name, prop in found.stale:
+            for name, prop in marks.stale:
                 zfs.lzc_inherit_prop(name, prop)

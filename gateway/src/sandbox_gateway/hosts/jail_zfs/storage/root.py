@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import threading
 from pathlib import Path
 
@@ -14,7 +15,7 @@ SANDBOXES, RETIRED, VOLUMES = CONTAINERS = ("sandboxes", "retired", "volumes")
 
 
 class RootDataset:
-    """The mount point of the root dataset, and locks shared by the parts of the storage."""
+    """The root dataset, its mount point, and the locks that the modules of the storage share."""
 
     def __init__(self, dataset: str) -> None:
         self.dataset = dataset
@@ -26,25 +27,24 @@ class RootDataset:
 
     @property
     def mountpoint(self) -> Path:
-        """Return the root dataset's mount point. Raises Conflict before ``mount``."""
+        """Return the root dataset's mount point, with symbolic links resolved, as in the output of `jls` and `mount`.
+
+        Raises Conflict if ``mount`` has not been called.
+        """
         if self._mountpoint is None:
             raise Conflict("the storage is not open yet: wait until the gateway has started")
         return self._mountpoint
-
-    @property
-    def is_mounted(self) -> bool:
-        return self._mountpoint is not None
 
     def child(self, container: str, name: str) -> str:
         """Return the full name of a dataset in one of CONTAINERS."""
         return f"{self.dataset}/{container}/{name}"
 
     def check(self) -> None:
-        """Raise BackendFailed, with the remedy, unless ZFS answers and the dataset exists."""
+        """Raise ZFSInitializationFailed if ZFS cannot be reached, or BackendFailed if the dataset does not exist."""
         zfs.check_reachable()
         if not zfs.lzc_exists(self.dataset):
             raise BackendFailed(
-                f"the dataset {self.dataset} does not exist: run `zfs create {self.dataset}`, or the role jail_zfs_host"
+                f"the dataset {self.dataset} does not exist: run `zfs create {self.dataset}` or the role jail_zfs_host"
             )
 
     def mount(self) -> None:
@@ -57,10 +57,10 @@ class RootDataset:
                 f"mountpoint=/some/directory {self.dataset}`"
             )
         zfs.mount(self.dataset)
-        self._mountpoint = Path(path)
+        self._mountpoint = Path(os.path.realpath(path))
         for name in CONTAINERS:
             self._ensure_container(f"{self.dataset}/{name}")
-        # Root in a jail can create set-user-ID programs, which users of the host must not reach.
+        # Users of the host must not reach set-user-ID programs, which root in a jail can create.
         for name in CONTAINERS:
             (self._mountpoint / name).chmod(0o700)
 

@@ -7,28 +7,29 @@ from dataclasses import dataclass, field
 from typing import Literal, NamedTuple
 
 from sandbox_gateway.hosts.jail_zfs.storage.marks import Facts, Marks, UserProperties, is_retired
-from sandbox_gateway.hosts.jail_zfs.storage.property_codec import HEAD, QUARANTINE, Stored, decode, stale_parts
+from sandbox_gateway.hosts.jail_zfs.storage.property_codec import HEAD, QUARANTINE, StoredRecord, decode, stale_parts
 from sandbox_gateway.hosts.jail_zfs.storage.root import RETIRED, SANDBOXES, TEMPLATE, VOLUMES
 from sandbox_gateway.records import Sandbox, Snapshot
 
 
 @dataclass
-class SandboxFindings(Marks):
+class SandboxFindings:
+    marks: Marks = field(default_factory=Marks)
     snapshots: list[Snapshot] = field(default_factory=list)
     """Oldest first."""
     sandboxes: list[Sandbox] = field(default_factory=list)
     snapshot_names: dict[str, str] = field(default_factory=dict)
-    """Full name of each snapshot, by its id."""
+    """The full name of each snapshot, keyed by its id."""
     generations: dict[str, int] = field(default_factory=dict)
-    """Generation of each record, by the id of the sandbox or snapshot."""
+    """The generation of each record, keyed by the id of the sandbox or snapshot."""
     multipart: set[str] = field(default_factory=set)
     """Datasets and snapshots that have parts of records."""
     uncommitted: list[str] = field(default_factory=list)
     """Instances without a record, to be removed."""
     superseded: dict[str, str] = field(default_factory=dict)
-    """Instances whose sandbox has a newer instance, to be removed, with the reason."""
+    """Instances whose sandbox has a newer instance, with the reason for which they are to be removed."""
     empty: list[str] = field(default_factory=list)
-    """Retired datasets and datasets of templates, without snapshots."""
+    """Retired datasets and datasets of templates that have no snapshots."""
     to_move: list[str] = field(default_factory=list)
     """Retired datasets with snapshots that have not been moved from ``sandboxes/`` yet."""
 
@@ -46,8 +47,16 @@ class _Claim(NamedTuple):
 
 
 def interpret_sandboxes(root: str, facts: Facts, local: UserProperties) -> SandboxFindings:
-    """Interpret FACTS of everything below ``root``, and ``local``, the user properties set locally."""
-    return _Reader(root, facts, local).findings
+    """Interpret the datasets and snapshots below ``root``.
+
+    ``facts``: their FACTS. ``local``: the user properties set on each of them.
+    """
+    reader = _Reader(root, facts, local)
+    reader.read_snapshots()
+    reader.resolve_claims(reader.read_instances())
+    reader.find_parts()
+    reader.find_empty()
+    return reader.findings
 
 
 class _Reader:
@@ -57,17 +66,16 @@ class _Reader:
         self._local = local
         self._retired_in_place: set[str] = set()
         self.findings = SandboxFindings()
-        for name in self._snapshot_names():
-            self._read_snapshot(name)
-        self._resolve_claims(self._read_instances())
-        self._find_parts()
-        self._find_empty()
 
     def _props(self, name: str) -> Mapping[str, str]:
         return self._local.get(name, {})
 
+    def read_snapshots(self) -> None:
+        for name in self._snapshot_names():
+            self._read_snapshot(name)
+
     def _snapshot_names(self) -> list[str]:
-        """Return names, oldest first; skips volumes, other tools' snapshots and those whose destruction is deferred."""
+        """Return the names of snapshots with a record, oldest first. Skips hidden snapshots and those of volumes."""
         names = (
             name
             for name, facts in self._facts.items()
@@ -77,19 +85,19 @@ class _Reader:
         return sorted(names, key=lambda name: self._facts[name]["createtxg"].number)
 
     def _read_snapshot(self, name: str) -> None:
-        stored = self._decode(name, "snapshot")
-        if stored is None or not isinstance(record := stored.record, Snapshot):
+        decoded = self._decode(name, "snapshot")
+        if decoded is None or not isinstance(record := decoded.record, Snapshot):
             return
         if record.id in self.findings.snapshot_names:
             other = self.findings.snapshot_names[record.id]
             self._quarantine(name, f"{other} also has the record of the snapshot {record.id}")
             return
         self.findings.snapshot_names[record.id] = name
-        self.findings.generations[record.id] = stored.generation
+        self.findings.generations[record.id] = decoded.generation
         self.findings.snapshots.append(record)
         self._confirm(name)
 
-    def _read_instances(self) -> dict[str, list[_Claim]]:
+    def read_instances(self) -> dict[str, list[_Claim]]:
         prefix = f"{self._root}/{SANDBOXES}/"
         claims: dict[str, list[_Claim]] = {}
         for name, facts in self._facts.items():
@@ -98,11 +106,11 @@ class _Reader:
                 continue
             if HEAD not in self._props(name):
                 self._read_uncommitted(name, instance)
-            elif (stored := self._decode(name, "sandbox")) and isinstance(record := stored.record, Sandbox):
+            elif (decoded := self._decode(name, "sandbox")) and isinstance(record := decoded.record, Sandbox):
                 if record.instance != instance:
                     self._quarantine(name, f"its record belongs to the instance {record.instance}")
                     continue
-                claim = _Claim(stored.generation, facts["createtxg"].number, instance, record)
+                claim = _Claim(decoded.generation, facts["createtxg"].number, instance, record)
                 claims.setdefault(record.id, []).append(claim)
                 self._confirm(name)
         return claims
@@ -115,10 +123,10 @@ class _Reader:
         else:
             self.findings.uncommitted.append(instance)
 
-    def _resolve_claims(self, claims: Mapping[str, list[_Claim]]) -> None:
-        """Resolve conflicts: if two instances have a record of the same sandbox, the newer record wins."""
-        for sandbox_id, rivals in claims.items():
-            *older, newest = sorted(rivals, key=lambda claim: claim[:2])
+    def resolve_claims(self, claims: Mapping[str, list[_Claim]]) -> None:
+        """Choose the instance of each sandbox: if several have a record of it, the newest record wins."""
+        for sandbox_id, sandbox_claims in claims.items():
+            *older, newest = sorted(sandbox_claims, key=lambda claim: claim[:2])
             self.findings.generations[sandbox_id] = newest.generation
             self.findings.sandboxes.append(newest.record)
             for claim in older:
@@ -127,7 +135,7 @@ class _Reader:
                 )
         self.findings.sandboxes.sort(key=lambda sandbox: sandbox.created_at.isoformat())
 
-    def _decode(self, name: str, kind: Literal["sandbox", "snapshot"]) -> Stored | None:
+    def _decode(self, name: str, kind: Literal["sandbox", "snapshot"]) -> StoredRecord | None:
         try:
             return decode(self._props(name), kind)
         except ValueError as error:
@@ -135,13 +143,13 @@ class _Reader:
             return None
 
     def _quarantine(self, name: str, reason: str) -> None:
-        self.findings.quarantine(name, self._props(name), reason)
+        self.findings.marks.quarantine(name, self._props(name), reason)
 
     def _confirm(self, name: str) -> None:
-        self.findings.confirm(name, self._props(name))
+        self.findings.marks.confirm(name, self._props(name))
 
-    def _find_parts(self) -> None:
-        """Find parts of records. Parts of quarantined records are kept, because they may help with a repair."""
+    def find_parts(self) -> None:
+        """Find parts of records. Parts of quarantined records are never stale, because they may help to repair them."""
         readable = {
             *self.findings.snapshot_names.values(),
             *(f"{self._root}/{SANDBOXES}/{s.instance}" for s in self.findings.sandboxes),
@@ -150,9 +158,9 @@ class _Reader:
             if any(prop.startswith(f"{HEAD}.") for prop in props):
                 self.findings.multipart.add(name)
             if name in readable:
-                self.findings.stale += [(name, prop) for prop in stale_parts(props)]
+                self.findings.marks.stale += [(name, prop) for prop in stale_parts(props)]
 
-    def _find_empty(self) -> None:
+    def find_empty(self) -> None:
         prefixes = (f"{self._root}/{RETIRED}/", f"{self._root}/{TEMPLATE}")
         with_snapshots = {name.partition("@")[0] for name in self._facts if "@" in name}
         disposable = {name for name in self._facts if name.startswith(prefixes) and "@" not in name}

@@ -1,8 +1,8 @@
-"""Find the full names of the snapshots of sandboxes and templates, by id."""
+"""Map the ids of snapshots to their full names."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import TypeVar
 
 from sandbox_gateway import zfs
@@ -13,23 +13,32 @@ R = TypeVar("R")
 
 
 class SnapshotNames:
-    """The names of snapshots. A snapshot's full name changes when the dataset of its sandbox is retired."""
+    """The full names of the snapshots of sandboxes or volumes. ``noun``: what an error message calls a snapshot.
 
-    def __init__(self, root: RootDataset) -> None:
+    The name of a sandbox's snapshot changes when the sandbox's dataset is retired.
+    """
+
+    def __init__(self, root: RootDataset, noun: str) -> None:
         self._root = root
+        self._noun = noun
         self._names: dict[str, str] = {}
 
     def load(self, names: Mapping[str, str]) -> None:
         with self._root.index_lock:
             self._names = dict(names)
 
-    def add(self, snapshot_id: str, name: str) -> None:
+    def add(self, names: Mapping[str, str]) -> None:
         with self._root.index_lock:
-            self._names[snapshot_id] = name
+            self._names |= names
 
     def remove(self, snapshot_id: str) -> None:
         with self._root.index_lock:
             self._names.pop(snapshot_id, None)
+
+    def remove_names(self, names: Collection[str]) -> None:
+        """Remove the snapshots that have these full names."""
+        with self._root.index_lock:
+            self._names = {snapshot_id: name for snapshot_id, name in self._names.items() if name not in names}
 
     def move(self, old: str, new: str) -> None:
         """Record that the dataset ``old`` was renamed to ``new``."""
@@ -38,16 +47,24 @@ class SnapshotNames:
                 if name.startswith(f"{old}@"):
                     self._names[snapshot_id] = new + name.removeprefix(old)
 
+    def list_all(self) -> set[str]:
+        """Return the full names of all snapshots."""
+        with self._root.index_lock:
+            return set(self._names.values())
+
     def find(self, snapshot_id: str) -> str:
         """Return the current ``dataset@snapshot``. Raises NotFound."""
         with self._root.index_lock:
             try:
                 return self._names[snapshot_id]
             except KeyError:
-                raise NotFound("snapshot", snapshot_id) from None
+                raise self._not_found(snapshot_id) from None
 
-    def use(self, snapshot_id: str, action: Callable[[str], R]) -> R:
-        """Call ``action`` with the snapshot's full name, and again if it was renamed meanwhile. Raises NotFound."""
+    def call_with_name(self, snapshot_id: str, action: Callable[[str], R]) -> R:
+        """Call ``action`` with the snapshot's full name. If the snapshot is renamed during the call, call it again.
+
+        Raises NotFound.
+        """
         while True:
             name = self.find(snapshot_id)
             try:
@@ -59,4 +76,7 @@ class SnapshotNames:
                     if zfs.lzc_exists(name):
                         raise
                     del self._names[snapshot_id]
-                    raise NotFound("snapshot", snapshot_id) from None
+                    raise self._not_found(snapshot_id) from None
+
+    def _not_found(self, snapshot_id: str) -> NotFound:
+        return NotFound(self._noun, snapshot_id, resource=self._noun.replace(" ", "_"))

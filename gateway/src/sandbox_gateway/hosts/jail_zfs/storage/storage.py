@@ -1,19 +1,19 @@
-"""The storage of a jail host: datasets, snapshots, and records in their user properties.
+"""Manage the storage of a jail host: datasets, snapshots, and records in their user properties.
 
 ::
 
-    <root>/_template-<id>@base        a newly built template; its dataset stays unmounted
+    <root>/_template-<id>@base        a template as built; its dataset stays unmounted
     <root>/sandboxes/<instance>       a clone, with the record of its sandbox (instances.py)
     <root>/sandboxes/<instance>@<id>  a snapshot, with its record (snapshots.py)
     <root>/retired/<instance>         an instance of a removed sandbox, kept unmounted until its last snapshot is
                                       removed (on zfs-fuse it stays in sandboxes/ while forks are mounted)
     <root>/volumes/<id>               a volume (volumes.py)
-    <root>/ballast                    16 MiB reserved for a full pool (ballast.py)
+    <root>/ballast                    16 MiB that a full pool can release (ballast.py)
 
-A snapshot exists when ZFS has it, because the command that takes it also sets its record. A sandbox exists when the
-record of its instance is written (``instances.save``). ``scan`` removes datasets without a record. Those
-with an unreadable record stay in place, marked ``sandbox:quarantine``, and are reported. ``-r`` and ``-R`` are never
-used to destroy anything.
+The command that takes a snapshot also sets its record, so a snapshot exists as soon as ZFS has taken it. A sandbox
+exists as soon as the record of its instance is written (``instances.save``). ``scan`` removes datasets without a
+record. It keeps and reports datasets with an unreadable record, and marks them with ``sandbox:quarantine``. Nothing is
+ever destroyed recursively (``-r``, ``-R``).
 
 Methods block, are thread-safe, and raise GatewayError.
 """
@@ -26,18 +26,18 @@ from pathlib import Path
 
 from sandbox_gateway import zfs
 from sandbox_gateway.hosts.jail_zfs.storage.ballast import Ballast
+from sandbox_gateway.hosts.jail_zfs.storage.host_lock import HostLock
 from sandbox_gateway.hosts.jail_zfs.storage.instances import InstanceStorage
-from sandbox_gateway.hosts.jail_zfs.storage.ownership import Ownership
 from sandbox_gateway.hosts.jail_zfs.storage.property_store import PropertyStore
 from sandbox_gateway.hosts.jail_zfs.storage.root import SANDBOXES, RootDataset
 from sandbox_gateway.hosts.jail_zfs.storage.sandbox_scan import interpret_sandboxes
 from sandbox_gateway.hosts.jail_zfs.storage.snapshot_names import SnapshotNames
 from sandbox_gateway.hosts.jail_zfs.storage.snapshots import SnapshotStorage
-from sandbox_gateway.hosts.jail_zfs.storage.translation import translate_errors
 from sandbox_gateway.hosts.jail_zfs.storage.volume_datasets import VolumeDatasets
 from sandbox_gateway.hosts.jail_zfs.storage.volume_scan import VOLUME_FACTS, interpret_volumes
 from sandbox_gateway.hosts.jail_zfs.storage.volume_snapshots import VolumeSnapshots
 from sandbox_gateway.hosts.jail_zfs.storage.volumes import VolumeStorage
+from sandbox_gateway.hosts.jail_zfs.storage.zfs_errors import translate_errors
 from sandbox_gateway.records import Sandbox, Snapshot, Volume, VolumeSnapshot
 
 
@@ -61,10 +61,10 @@ class ZfsStorage:
 
     def __init__(self, root_dataset: str, *, lock_directory: Path = Path("/var/run")) -> None:
         self.root = RootDataset(root_dataset)
-        self._ownership = Ownership(root_dataset, lock_directory)
+        self._lock = HostLock(root_dataset, lock_directory)
         self._ballast = Ballast(root_dataset)
         self._records = PropertyStore(self.root, self._ballast)
-        self._names = SnapshotNames(self.root)
+        self._names = SnapshotNames(self.root, "snapshot")
         self.instances = InstanceStorage(self.root, self._ballast, self._records, self._names)
         volume_datasets = VolumeDatasets(self.root, self._ballast, self._records)
         self.volume_snapshots = VolumeSnapshots(self.root, volume_datasets)
@@ -75,10 +75,11 @@ class ZfsStorage:
     def open(self) -> list[str]:
         """Lock the root dataset for this gateway and create missing containers in it.
 
-        Returns a sentence for each repair. Raises Conflict if another gateway uses it, BackendFailed if it is missing.
+        Returns a sentence for each repair. Raises Conflict if another gateway uses the dataset, and BackendFailed if it
+        does not exist.
         """
         self.root.check()
-        notes = self._ownership.take()
+        notes = self._lock.acquire()
         try:
             self.root.mount()
             notes += self._ballast.refill()
@@ -89,28 +90,35 @@ class ZfsStorage:
 
     def close(self) -> None:
         """Release the root dataset. Everything stays mounted, and errors of ZFS are ignored."""
-        self._ownership.release()
+        self._lock.release()
 
     @translate_errors
     def scan(self, teardown: Callable[[str], None] = lambda instance: None) -> StorageScan:
-        """Find all objects and remove uncommitted ones. Damaged objects are reported, and do not stop the scan.
+        """Find all objects and remove uncommitted ones. Damaged objects are reported and do not stop the scan.
 
         Leftovers of volumes are found but not removed: ``volumes.sweep`` removes them when no jail uses them any more.
-        ``teardown(instance)`` is called before an instance is removed, to end processes in it. If it raises, the
-        error is reported and the instance stays until the next scan.
+        ``teardown(instance)`` is called before an instance is removed, to stop the processes in it. If it raises an
+        exception, the error is reported and the instance stays until the next scan.
         """
         with self.root.tree_lock:
             root = self.root.dataset
             facts, local = zfs.get_tree(root, VOLUME_FACTS), zfs.local_tree(root)
-            found, volumes = interpret_sandboxes(root, facts, local), interpret_volumes(root, facts, local)
+            findings, volume_findings = interpret_sandboxes(root, facts, local), interpret_volumes(root, facts, local)
             with self.root.index_lock:
-                self._names.load(found.snapshot_names)
-                self._records.load(found.generations, found.multipart)
-            self._records.mark(found)
-            notes = self.volumes.load(volumes)
-            notes += found.notes()
-            notes += self.instances.sweep(found, teardown)
+                self._names.load(findings.snapshot_names)
+                self._records.load(findings.generations, findings.multipart)
+            self._records.mark(findings.marks)
+            notes = self.volumes.load(volume_findings)
+            notes += findings.marks.notes()
+            notes += self.instances.sweep(findings, teardown)
             notes += self._ballast.refill()
             instances = self.root.child(SANDBOXES, "")
-            unreadable = [name for name in found.quarantined if name.startswith(instances) and "@" not in name]
-            return StorageScan(found.snapshots, found.sandboxes, notes, volumes.volumes, volumes.snapshots, unreadable)
+            unreadable = [name for name in findings.marks.quarantined if name.startswith(instances) and "@" not in name]
+            return StorageScan(
+                findings.snapshots,
+                findings.sandboxes,
+                notes,
+                volume_findings.volumes,
+                volume_findings.snapshots,
+                unreadable,
+            )

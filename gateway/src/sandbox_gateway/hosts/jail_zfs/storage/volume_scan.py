@@ -6,44 +6,45 @@ import re
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from sandbox_gateway.hosts.jail_zfs.storage.marks import FACTS, Facts, Marks, UserProperties
+from sandbox_gateway.hosts.jail_zfs.storage.marks import FACTS, Facts, Marks, UserProperties, is_retired
 from sandbox_gateway.hosts.jail_zfs.storage.property_codec import HEAD, QUARANTINE, decode, volume_snapshot_head
 from sandbox_gateway.hosts.jail_zfs.storage.root import VOLUMES
 from sandbox_gateway.records import Volume, VolumeSnapshot
 
 VOLUME_FACTS = (*FACTS, "mounted", "refquota")
-"""Native properties of every dataset and snapshot that ``interpret_volumes`` needs."""
+"""The native properties that ``interpret_volumes`` needs of every dataset and snapshot."""
 DOOMED = "sandbox:doomed"
 """User property that marks the datasets of a volume whose removal is committed."""
 
-_KEY = re.compile(r"([0-9a-f]{12})(?:\.([1-9][0-9]*))?")
+_DATASET_NAME = re.compile(r"([0-9a-f]{12})(?:\.([1-9][0-9]*))?")
 
 
 @dataclass
-class VolumeFindings(Marks):
+class VolumeFindings:
+    marks: Marks = field(default_factory=Marks)
     volumes: list[Volume] = field(default_factory=list)
     snapshots: list[VolumeSnapshot] = field(default_factory=list)
     """Oldest first."""
     datasets: dict[str, str] = field(default_factory=dict)
-    """Dataset of each volume, by its id."""
+    """The dataset of each volume, keyed by the volume's id."""
     snapshot_names: dict[str, str] = field(default_factory=dict)
-    """Full name of each snapshot, by its id."""
+    """The full name of each snapshot, keyed by its id."""
     generations: dict[str, int] = field(default_factory=dict)
-    """Generation of each volume's record, by its id."""
+    """The generation of each volume's record, keyed by the volume's id."""
     unmounted: list[str] = field(default_factory=list)
-    """Datasets that should be mounted."""
+    """Current datasets of volumes that are not mounted."""
     sizes: dict[str, int] = field(default_factory=dict)
-    """Datasets whose quota differs from their record, with the size in the record, in bytes."""
+    """Datasets whose quota differs from the size in their record, with this size in bytes."""
     unreadable: set[str] = field(default_factory=set)
     """Ids of volumes whose records cannot be read."""
     doomed: set[str] = field(default_factory=set)
-    """Ids of volumes whose removal is committed but not finished."""
+    """Ids of volumes whose removal is committed, but not finished."""
     leftover: list[str] = field(default_factory=list)
-    """Datasets from before a rollback or of an uncommitted rollback, to be retired or removed."""
+    """Datasets that a rollback replaced, or that an uncommitted rollback created, to be retired or removed."""
     uncommitted: list[str] = field(default_factory=list)
     """Datasets of volumes that were never committed."""
     orphaned: list[str] = field(default_factory=list)
-    """Ids of snapshots that belong to a missing snapshot of a sandbox."""
+    """Ids of snapshots that were taken with a sandbox's snapshot that no longer exists."""
 
 
 class _Claim(NamedTuple):
@@ -59,14 +60,24 @@ class _Claim(NamedTuple):
 
 
 def volume_key(name: str) -> tuple[str, int] | None:
-    """Parse the last component of a volume's dataset: ``(id, number of rollbacks)``; None if it is malformed."""
-    match = _KEY.fullmatch(name)
+    """Parse the last component of a volume's dataset into ``(id, number of the rollback)``; None if it is malformed."""
+    match = _DATASET_NAME.fullmatch(name)
     return (match[1], int(match[2] or 0)) if match else None
 
 
 def interpret_volumes(root: str, facts: Facts, local: UserProperties) -> VolumeFindings:
-    """Interpret VOLUME_FACTS of everything below ``root``, and ``local``, the user properties set locally."""
-    return _Reader(root, facts, local).findings
+    """Interpret the datasets and snapshots of volumes below ``root``.
+
+    ``facts``: their VOLUME_FACTS. ``local``: the user properties set on each of them.
+    """
+    reader = _Reader(root, facts, local)
+    claims, unrecorded = reader.read_datasets()
+    for volume_id, volume_claims in claims.items():
+        reader.resolve_claims(volume_id, volume_claims)
+    for volume_id, names in unrecorded.items():
+        reader.read_without_record(volume_id, names)
+    reader.read_snapshots()
+    return reader.findings
 
 
 class _Reader:
@@ -75,88 +86,92 @@ class _Reader:
         self._facts = facts
         self._local = local
         self.findings = VolumeFindings()
+
+    def read_datasets(self) -> tuple[dict[str, list[_Claim]], dict[str, list[str]]]:
+        """Return the datasets of volumes with a readable record, and those without a record, keyed by the volume's id.
+
+        Omits the datasets of doomed volumes.
+        """
         claims: dict[str, list[_Claim]] = {}
-        bare: dict[str, list[str]] = {}
+        unrecorded: dict[str, list[str]] = {}
         for name in facts:
             if name.startswith(self._prefix) and "@" not in name:
-                self._read(name, claims, bare)
-        for id in self.findings.doomed:
-            claims.pop(id, None)
-            bare.pop(id, None)
-        for id, rivals in claims.items():
-            self._resolve_claims(id, rivals)
-        for id, names in bare.items():
-            self._read_without_record(id, names)
-        self._read_snapshots()
+                self._read(name, claims, unrecorded)
+        for volume_id in self.findings.doomed:
+            claims.pop(volume_id, None)
+            unrecorded.pop(volume_id, None)
+        return claims, unrecorded
 
-    def _read(self, name: str, claims: dict[str, list[_Claim]], bare: dict[str, list[str]]) -> None:
+    def _read(self, name: str, claims: dict[str, list[_Claim]], unrecorded: dict[str, list[str]]) -> None:
         key, props = volume_key(name.removeprefix(self._prefix)), self._local.get(name, {})
         if key is None:
-            self.findings.quarantine(name, props, "its name is not the name of a volume")
+            self.findings.marks.quarantine(name, props, "its name is not the name of a volume")
         elif DOOMED in props:
             self.findings.doomed.add(key[0])
         elif HEAD in props:
             try:
-                stored = decode(props, "volume")
-                record = stored.record
+                decoded = decode(props, "volume")
+                record = decoded.record
                 assert isinstance(record, Volume)
                 if record.id != key[0]:
                     raise ValueError(f"its record belongs to the volume {record.id}")
             except ValueError as error:
                 self._quarantine(name, key[0], str(error))
                 return
-            claims.setdefault(key[0], []).append(_Claim(stored.generation, key[1], name, record))
-            self.findings.confirm(name, props)
+            claims.setdefault(key[0], []).append(_Claim(decoded.generation, key[1], name, record))
+            self.findings.marks.confirm(name, props)
         elif QUARANTINE in props:
             self._quarantine(name, key[0], props[QUARANTINE])
         else:
-            bare.setdefault(key[0], []).append(name)
+            unrecorded.setdefault(key[0], []).append(name)
 
-    def _quarantine(self, name: str, id: str, reason: str) -> None:
-        self.findings.quarantine(name, self._local.get(name, {}), reason)
-        self.findings.unreadable.add(id)
+    def _quarantine(self, name: str, volume_id: str, reason: str) -> None:
+        self.findings.marks.quarantine(name, self._local.get(name, {}), reason)
+        self.findings.unreadable.add(volume_id)
 
-    def _resolve_claims(self, id: str, rivals: list[_Claim]) -> None:
-        *older, newest = sorted(rivals, key=lambda claim: claim[:2])
-        found, facts, dataset = self.findings, self._facts[newest.dataset], newest.dataset
-        found.unreadable.discard(id)
+    def resolve_claims(self, volume_id: str, volume_claims: list[_Claim]) -> None:
+        *older, newest = sorted(volume_claims, key=lambda claim: claim[:2])
+        findings, facts, dataset = self.findings, self._facts[newest.dataset], newest.dataset
+        findings.unreadable.discard(volume_id)
         newest.record.host = {"dataset": dataset}
-        found.volumes.append(newest.record)
-        found.volumes.sort(key=lambda volume: volume.created_at.isoformat())
-        found.datasets[id], found.generations[id] = dataset, newest.generation
+        findings.volumes.append(newest.record)
+        findings.volumes.sort(key=lambda volume: volume.created_at.isoformat())
+        findings.datasets[volume_id], findings.generations[volume_id] = dataset, newest.generation
         if not facts["mounted"].is_on:
-            found.unmounted.append(dataset)
+            findings.unmounted.append(dataset)
         if facts["refquota"].number != newest.record.size_mb << 20:
-            found.sizes[dataset] = newest.record.size_mb << 20
-        found.leftover += [claim.dataset for claim in older]
+            findings.sizes[dataset] = newest.record.size_mb << 20
+        findings.leftover += [claim.dataset for claim in older]
 
-    def _read_without_record(self, id: str, names: list[str]) -> None:
+    def read_without_record(self, volume_id: str, names: list[str]) -> None:
         for name in names:
-            kept = any(each.startswith(f"{name}@") for each in self._facts)
-            retired = self._facts[name]["canmount"].value == "noauto"
-            if id in self.findings.datasets:
-                self.findings.leftover += [] if kept and retired else [name]
-            elif id in self.findings.unreadable:
+            has_snapshots = any(each.startswith(f"{name}@") for each in self._facts)
+            if volume_id in self.findings.datasets:
+                self.findings.leftover += (
+                    [] if has_snapshots and is_retired(self._facts[name]["canmount"], has_record=False) else [name]
+                )
+            elif volume_id in self.findings.unreadable:
                 continue
-            elif kept:
-                # Do not mark the dataset: it belongs to its volume again if the volume is restored (`zfs rename`, `zfs
-                # receive`).
-                self.findings.quarantined[name] = f"it has snapshots of the volume {id}, which does not exist"
+            elif has_snapshots:
+                # Do not mark the dataset: an administrator may restore its volume (`zfs rename`, `zfs receive`).
+                self.findings.marks.quarantined[name] = (
+                    f"it has snapshots of the volume {volume_id}, which does not exist"
+                )
             else:
                 self.findings.uncommitted.append(name)
 
-    def _read_snapshots(self) -> None:
-        """Read snapshots, oldest first; skips other tools' snapshots and those marked for deferred destruction."""
-        taken = {
+    def read_snapshots(self) -> None:
+        """Read snapshots, oldest first. Skips snapshots of other tools and those marked for deferred destruction."""
+        sandbox_snapshots = {
             name.partition("@")[2]
             for name, facts in self._facts.items()
             if "@" in name and not name.startswith(self._prefix) and not facts["defer_destroy"].is_on
         }
         names = [name for name in self._facts if name.startswith(self._prefix) and "@" in name]
         for name in sorted(names, key=lambda name: self._facts[name]["createtxg"].number):
-            dataset, _, short = name.partition("@")
+            dataset, _, snapshot_id = name.partition("@")
             key, props = volume_key(dataset.removeprefix(self._prefix)), self._local.get(name, {})
-            head = props.get(volume_snapshot_head(short))
+            head = props.get(volume_snapshot_head(snapshot_id))
             if key is None or key[0] not in self.findings.datasets or head is None:
                 continue
             if self._facts[name]["defer_destroy"].is_on:
@@ -164,14 +179,14 @@ class _Reader:
             try:
                 record = decode({HEAD: head}, "volume-snapshot").record
                 assert isinstance(record, VolumeSnapshot)
-                if (record.id, record.volume) != (short, key[0]):
+                if (record.id, record.volume) != (snapshot_id, key[0]):
                     raise ValueError(f"its record belongs to {record.id}, a snapshot of {record.volume}")
             except ValueError as error:
-                self.findings.quarantine(name, props, str(error))
+                self.findings.marks.quarantine(name, props, str(error))
                 continue
-            self.findings.confirm(name, props)
-            self.findings.snapshot_names[short] = name
-            if record.sandbox_snapshot and record.sandbox_snapshot not in taken:
-                self.findings.orphaned.append(short)
+            self.findings.marks.confirm(name, props)
+            self.findings.snapshot_names[snapshot_id] = name
+            if record.sandbox_snapshot and record.sandbox_snapshot not in sandbox_snapshots:
+                self.findings.orphaned.append(snapshot_id)
             else:
                 self.findings.snapshots.append(record)

@@ -1,23 +1,22 @@
 """Manage snapshots of volumes.
 
-A snapshot from which another volume was made cannot be removed, and neither can its volume: the other volume shares its
-blocks, so hiding it would free nothing, and ``promote`` would move snapshots from one volume to another.
+A snapshot cannot be removed while another volume is a clone of it, and neither can its volume. The clone shares the
+snapshot's blocks, so hiding the snapshot would free no space, and ``promote`` would move snapshots to the clone.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import TypeVar
+from collections.abc import Sequence
 
 from sandbox_gateway import zfs
-from sandbox_gateway.errors import NotFound, UsedOutside
+from sandbox_gateway.errors import InUseExternally
 from sandbox_gateway.hosts.jail_zfs.storage.property_codec import HEAD, encode, volume_snapshot_head
 from sandbox_gateway.hosts.jail_zfs.storage.root import RootDataset
-from sandbox_gateway.hosts.jail_zfs.storage.translation import translate_errors
+from sandbox_gateway.hosts.jail_zfs.storage.snapshot_names import SnapshotNames
+from sandbox_gateway.hosts.jail_zfs.storage.snapshot_removal import destroy_snapshot
 from sandbox_gateway.hosts.jail_zfs.storage.volume_datasets import VolumeDatasets
+from sandbox_gateway.hosts.jail_zfs.storage.zfs_errors import translate_errors
 from sandbox_gateway.records import VolumeSnapshot
-
-R = TypeVar("R")
 
 
 class VolumeSnapshots:
@@ -26,46 +25,19 @@ class VolumeSnapshots:
     def __init__(self, root: RootDataset, datasets: VolumeDatasets) -> None:
         self._root = root
         self._datasets = datasets
-        self._names: dict[str, str] = {}
-        """Full name of each snapshot, by its id."""
-
-    def load(self, names: Mapping[str, str]) -> None:
-        with self._root.index_lock:
-            self._names = dict(names)
-
-    def add(self, names: Mapping[str, str]) -> None:
-        with self._root.index_lock:
-            self._names |= names
-
-    def drop_names(self, names: Iterable[str]) -> None:
-        with self._root.index_lock:
-            for snapshot_id, name in list(self._names.items()):
-                if name in names:
-                    del self._names[snapshot_id]
-
-    def use(self, snapshot_id: str, action: Callable[[str], R]) -> R:
-        """Call ``action`` with the snapshot's full name. Raises NotFound if the snapshot does not exist."""
-        with self._root.index_lock:
-            place = self._names.get(snapshot_id, "")
-        try:
-            if place:
-                return action(place)
-        except zfs.exceptions.DatasetNotFound:
-            with self._root.index_lock:
-                self._names.pop(snapshot_id, None)
-        raise NotFound("volume snapshot", snapshot_id, resource="volume_snapshot")
+        self.names = SnapshotNames(root, "volume snapshot")
 
     # ---- taking ----
 
     @translate_errors
     def capture(self, record: VolumeSnapshot) -> None:
-        """Snapshot a volume and save the record with it."""
+        """Take a snapshot of a volume and store the record in it."""
         names, props = self.describe([record])
         zfs.lzc_snapshot(names.values(), props)
-        self.add(names)
+        self.names.add(names)
 
     def describe(self, records: Sequence[VolumeSnapshot]) -> tuple[dict[str, str], dict[str, str]]:
-        """Return ``({id: full name}, {property: value})`` for snapshots to be taken."""
+        """Return the names and properties of new snapshots, as ``({id: full name}, {property: value})``."""
         names = {record.id: f"{self._datasets.current(record.volume)}@{record.id}" for record in records}
         return names, {volume_snapshot_head(record.id): encode(record, 1)[HEAD] for record in records}
 
@@ -75,56 +47,49 @@ class VolumeSnapshots:
     def destroy(self, snapshot_id: str, *, deferred: bool = False) -> None:
         """Remove a volume's snapshot.
 
-        Unless ``deferred``, raises UsedOutside, with all names, if volumes were made from it. A rollback of its own
-        volume is not an obstacle: the snapshot is then hidden, and ZFS removes it with its last clone.
+        Unless ``deferred``, raises InUseExternally, with the names of all users, if other volumes are clones of it or
+        it is held. If its own volume was rolled back to it, the snapshot is hidden, and ZFS removes it with its last
+        clone.
         """
         with self._root.tree_lock:
-            self.use(snapshot_id, lambda name: self._destroy(name, deferred))
-            with self._root.index_lock:
-                name = self._names.pop(snapshot_id)
-            self._datasets.destroy_if_unused(name.partition("@")[0])
+            name = self.names.find(snapshot_id)
+            self.names.call_with_name(snapshot_id, lambda name: self._destroy(name, deferred))
+            self.names.remove(snapshot_id)
+            self._datasets.tree.destroy_if_unused(name.partition("@")[0])
 
     def _destroy(self, name: str, deferred: bool) -> None:
         if not zfs.lzc_exists(name):
             raise zfs.exceptions.SnapshotNotFound(name)
-        try:
-            zfs.lzc_destroy_snaps([name], False)
-        except zfs.exceptions.SnapshotDestructionFailure as failure:
-            reason = failure.errors[0]
-            if not isinstance(reason, zfs.exceptions.SnapshotIsHeld | zfs.exceptions.SnapshotIsCloned):
-                raise
-            if not deferred:
-                self.check_no_volumes_made([name])
-                if isinstance(reason, zfs.exceptions.SnapshotIsHeld):
-                    raise UsedOutside({"hold": {name: name}}, "Release it first (`zfs release`).") from None
-            zfs.lzc_destroy_snaps([name], True)
+        destroy_snapshot(name, deferred=deferred, check_clones=lambda: self.check_no_cloned_volumes([name]))
 
-    def check_no_volumes_made(self, names: Sequence[str]) -> None:
-        """Raise UsedOutside if a dataset of another volume is a clone of a snapshot in ``names``."""
+    def check_no_cloned_volumes(self, names: Sequence[str]) -> None:
+        """Raise InUseExternally if another volume's dataset is a clone of one of the snapshots ``names``."""
         if not names:
             return
         clones: dict[str, str] = {}
         facts = zfs.get_props(zfs.list_datasets(self._root.dataset.partition("/")[0]), ["origin"])
         for clone, props in facts.items():
             origin = props["origin"].value
-            if origin in names and self._datasets.owner(clone) != self._datasets.owner(origin.partition("@")[0]):
+            if origin in names and self._datasets.owner_id(clone) != self._datasets.owner_id(origin.partition("@")[0]):
                 clones.update([self._datasets.identify(clone)])
         if clones:
-            raise UsedOutside({"ZFS clone": clones}, "Remove them first.")
+            raise InUseExternally({"ZFS clone": clones}, "Remove them first.")
 
-    def check_all_ours(self, names: Sequence[str]) -> None:
-        """Raise UsedOutside if a snapshot in ``names`` is held, or was taken by another tool."""
+    def check_only_own_snapshots(self, names: Sequence[str]) -> None:
+        """Raise InUseExternally if one of the snapshots ``names`` is held, or was taken by another tool."""
         if not names:
             return
-        held = {name for name, facts in zfs.get_props(names, ["userrefs"]).items() if facts["userrefs"].number}
-        ours = set(self._names.values())
-        # hidden snapshots are no longer in the index, but ZFS destroys them with their last clone
+        held_snapshots = {
+            name for name, facts in zfs.get_props(names, ["userrefs"]).items() if facts["userrefs"].number
+        }
+        own_snapshots = self.names.list_all()
+        # Hidden snapshots are not in the index, but are not foreign: ZFS destroys them with their last clone.
         deferred = zfs.get_props(names, ["defer_destroy"])
-        hidden = {name for name, facts in deferred.items() if facts["defer_destroy"].is_on}
-        foreign = set(names) - ours - hidden - held
-        if held or foreign:
+        hidden_snapshots = {name for name, facts in deferred.items() if facts["defer_destroy"].is_on}
+        foreign_snapshots = set(names) - own_snapshots - hidden_snapshots - held_snapshots
+        if held_snapshots or foreign_snapshots:
             users = {
-                "hold": {name: name for name in sorted(held)},
-                "foreign snapshot": {name: name for name in sorted(foreign)},
+                "hold": {name: name for name in sorted(held_snapshots)},
+                "foreign snapshot": {name: name for name in sorted(foreign_snapshots)},
             }
-            raise UsedOutside(users, "Release or destroy them first (`zfs release`, `zfs destroy`).")
+            raise InUseExternally(users, "Release or destroy them first (`zfs release`, `zfs destroy`).")

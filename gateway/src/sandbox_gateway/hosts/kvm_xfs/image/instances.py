@@ -1,4 +1,4 @@
-"""Create the files of a machine from a snapshot, and remove them."""
+"""Create the files of a machine from a snapshot, and remove a machine's files."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from sandbox_gateway.records import Sandbox
 def create_files(source: Path, files: Instance, sandbox: Sandbox, with_memory: bool) -> None:
     """Create a machine's files from the snapshot in ``source``.
 
-    The base image of the memory is a hard link, so it exists as long as the machine, even if the snapshot is removed.
+    The base image of the memory is a hard link, so it outlives the snapshot.
     """
     files.directory.parent.mkdir(mode=0o711, exist_ok=True)
     files.directory.mkdir(mode=0o711)

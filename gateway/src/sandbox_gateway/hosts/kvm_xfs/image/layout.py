@@ -1,13 +1,13 @@
-"""Paths below the state root.
+"""Define the paths below the state root.
 
     templates/<id>/   snapshots/<id>/      rootfs.img [memory.img device.state] kernel initrd manifest.json
     sandboxes/<id>/                        manifest.json and one directory per machine:
         <instance>/                        rootfs.img memory.base kernel initrd run/
     volumes/<id>/                          volume.img manifest.json and one directory per snapshot of it:
         snapshots/<id>/                    volume.img manifest.json
-    serving/                               files of running volume servers; obsolete after a reboot
+    serving/                               files of running volume servers; unused after a reboot
 
-Snapshots and volumes are committed by a rename (`hosts.directory_records`); a sandbox exists once its manifest does.
+A rename commits a snapshot or a volume (`hosts.directory_records`). A sandbox exists as soon as its manifest exists.
 """
 
 from __future__ import annotations
@@ -38,22 +38,24 @@ class Layout:
             directory.mkdir(mode=0o711, parents=True, exist_ok=True)
 
     def restrict_access(self, cache: Path) -> None:
-        """Make files private that an older release left readable, below the state root and in ``cache``.
+        """Remove other users' access to files of older releases below the state root and in ``cache``.
 
-        Directories stay searchable, because QEMU runs as another user.
+        Directories remain searchable, because QEMU runs as another user.
         """
         parents = (self.templates, self.snapshots, self.sandboxes, self.volumes)
-        found = [*self.root.glob("*.json"), *cache.glob("rootfs-*.tar")]
-        found += [Path(place, name) for parent in parents for place, _, names in os.walk(parent) for name in names]
-        for path in found:
+        paths = [*self.root.glob("*.json"), *cache.glob("rootfs-*.tar")]
+        paths += [
+            Path(directory, name) for parent in parents for directory, _, names in os.walk(parent) for name in names
+        ]
+        for path in paths:
             with contextlib.suppress(FileNotFoundError):
                 mode = path.lstat().st_mode
                 if stat.S_ISREG(mode) and mode & 0o077:
                     path.chmod(0o600)
 
     def snapshot(self, snapshot: Snapshot) -> Path:
-        built = snapshot.kind in (SnapshotKind.BASE, SnapshotKind.TEMPLATE)
-        return (self.templates if built else self.snapshots) / snapshot.id
+        is_template = snapshot.kind in (SnapshotKind.BASE, SnapshotKind.TEMPLATE)
+        return (self.templates if is_template else self.snapshots) / snapshot.id
 
     def sandbox(self, sandbox: Sandbox) -> Path:
         return self.sandboxes / sandbox.id
@@ -67,7 +69,7 @@ class Layout:
 
 
 class Instance:
-    """The files of one machine."""
+    """The paths of one machine's files."""
 
     def __init__(self, directory: Path) -> None:
         self.directory = directory

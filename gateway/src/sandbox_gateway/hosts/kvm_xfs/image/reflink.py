@@ -1,4 +1,4 @@
-"""Share extents between files (FICLONE), and find shared extents (FIEMAP).
+"""Clone files that share extents (FICLONE), and list the extents of files (FIEMAP).
 
 Sources: ioctl_ficlone(2); Linux Documentation/filesystems/fiemap.rst; include/uapi/linux/fiemap.h.
 """
@@ -26,7 +26,7 @@ _BATCH = 512
 
 @dataclass(frozen=True)
 class Extent:
-    """A contiguous part of a file on its device; all in bytes."""
+    """A contiguous part of a file on its device. Offsets and the length are in bytes."""
 
     logical: int
     physical: int
@@ -35,7 +35,7 @@ class Extent:
 
 
 def clone_fd(source: int, target: int) -> None:
-    """Make ``target`` share all of ``source``'s extents. Raises NoSpace, Unsupported or BackendFailed."""
+    """Make the file ``target`` share all extents of ``source``. Raises NoSpace, Unsupported or BackendFailed."""
     try:
         fcntl.ioctl(target, _FICLONE, source)
     except OSError as error:
@@ -43,7 +43,7 @@ def clone_fd(source: int, target: int) -> None:
 
 
 def clone(source: Path, target: Path, mode: int = 0o600) -> None:
-    """Create ``target`` (which must not exist), sharing all of ``source``'s extents. On failure nothing remains."""
+    """Create ``target``, which must not exist, with all extents of ``source``. On failure, ``target`` is removed."""
     with source.open("rb") as origin:
         descriptor = os.open(target, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, mode)
         try:
@@ -57,27 +57,28 @@ def clone(source: Path, target: Path, mode: int = 0o600) -> None:
 
 def extents(path: Path) -> list[Extent]:
     """Flush dirty data, then return the file's extents in order."""
-    found: list[Extent] = []
+    all_extents: list[Extent] = []
     start = 0
     with path.open("rb") as file:
         while True:
             batch = _fiemap(file.fileno(), start)
-            found += [extent for extent, _ in batch]
+            all_extents += [extent for extent, _ in batch]
             if not batch or batch[-1][1]:
-                return found
-            start = found[-1].logical + found[-1].length
+                return all_extents
+            start = all_extents[-1].logical + all_extents[-1].length
 
 
 def _fiemap(descriptor: int, start: int) -> list[tuple[Extent, bool]]:
+    """Return up to _BATCH extents at or after the offset ``start``, each with whether it is the file's last."""
     buffer = bytearray(_HEADER.size + _BATCH * _EXTENT.size)
     _HEADER.pack_into(buffer, 0, start, (1 << 64) - 1 - start, _FIEMAP_FLAG_SYNC, 0, _BATCH, 0)
     try:
         fcntl.ioctl(descriptor, _FS_IOC_FIEMAP, buffer)
     except OSError as error:
         raise BackendFailed(f"the kernel cannot list the extents of a file: {error.strerror}") from None
-    mapped = _HEADER.unpack_from(buffer)[3]
+    count = _HEADER.unpack_from(buffer)[3]
     batch = []
-    for index in range(mapped):
+    for index in range(count):
         logical, physical, length, _, _, flags, *_ = _EXTENT.unpack_from(buffer, _HEADER.size + index * _EXTENT.size)
         shared = bool(flags & _FIEMAP_EXTENT_SHARED)
         batch.append((Extent(logical, physical, length, shared), bool(flags & _FIEMAP_EXTENT_LAST)))
@@ -85,20 +86,20 @@ def _fiemap(descriptor: int, start: int) -> list[tuple[Extent, bool]]:
 
 
 def unique_bytes(path: Path) -> int:
-    """Return the bytes that the file shares with no other file and that its removal would free."""
+    """Return how many bytes the file shares with no other file. Removing the file would free them."""
     return sum(extent.length for extent in extents(path) if not extent.shared)
 
 
 def has_same_extents(one: Path, other: Path) -> bool:
-    """Return whether both files use the same blocks.
+    """Return whether both files consist of the same blocks.
 
-    If so, their contents are equal; if not, one of them was written to.
+    If they do, their contents are equal. If they do not, one of them has been written to.
     """
     return _placement(one) == _placement(other)
 
 
 def _placement(path: Path) -> list[tuple[int, int, int]]:
-    """Return (logical, physical, length), with adjacent extents joined: sharing splits extents without moving them."""
+    """Return (logical, physical, length) of each extent. Joins adjacent extents, because sharing can split extents."""
     runs: list[tuple[int, int, int]] = []
     for extent in extents(path):
         if runs:
@@ -111,7 +112,7 @@ def _placement(path: Path) -> list[tuple[int, int, int]]:
 
 
 def require_reflinks(directory: Path) -> None:
-    """Raise Unsupported, with a remedy, unless files in ``directory`` can share extents."""
+    """Check that files in ``directory`` can share extents. Raises Unsupported, with a remedy, if they cannot."""
     source, target = directory / ".reflink-probe", directory / ".reflink-probe-clone"
     try:
         source.write_bytes(b"probe" * 1000)
@@ -119,8 +120,8 @@ def require_reflinks(directory: Path) -> None:
         clone(source, target)
     except Unsupported:
         raise Unsupported(
-            f"{directory} cannot share blocks between files: put the state root on an XFS made with "
-            "'mkfs.xfs -m reflink=1' (the kvm_xfs_host role does)"
+            f"{directory} cannot share blocks between files: put the state root on an XFS file system created with "
+            "'mkfs.xfs -m reflink=1', as the kvm_xfs_host role does"
         ) from None
     except OSError as error:
         raise _translate_error(error) from None
@@ -135,6 +136,6 @@ def _translate_error(error: OSError) -> NoSpace | Unsupported | BackendFailed:
     if error.errno in (errno.EOPNOTSUPP, errno.EINVAL, errno.EXDEV, errno.ENOTTY):
         return Unsupported(
             f"this file system cannot share blocks between files ({error.strerror}): put the state root on an "
-            "XFS with reflink=1"
+            "XFS file system created with reflink=1"
         )
-    return BackendFailed(f"the kernel could not share blocks between files: {error.strerror}")
+    return BackendFailed(f"the kernel failed to share blocks between files: {error.strerror}")

@@ -1,4 +1,4 @@
-"""Find, commit and remove snapshots and templates on the disk."""
+"""Find, commit and remove the files of snapshots and templates."""
 
 from __future__ import annotations
 
@@ -12,29 +12,31 @@ from sandbox_gateway.hosts.kvm_xfs.image.layout import Layout
 from sandbox_gateway.records import Memory, Snapshot, SnapshotKind
 
 _UNSYNCED = "unsynced"
-"""A file in a snapshot that the device may not hold yet; contains the id of the host's boot."""
+"""A file in a snapshot whose data may not be on the device yet. Contains the id of the host's boot."""
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 
 
 class Snapshots:
-    """The snapshots and templates below one state root. Methods raise OSError for errors of the file system."""
+    """Manages the snapshots and templates below one state root. Methods raise OSError if the file system fails."""
 
     def __init__(self, layout: Layout, quarantine: Quarantine) -> None:
         self._layout = layout
         self._quarantine = quarantine
 
     def scan(self, repaired: list[str]) -> list[Snapshot]:
-        """Return the intact snapshots. Damaged snapshots are moved away and reported in ``repaired``."""
-        found = []
+        """Return the intact snapshots. Quarantines damaged snapshots and adds a sentence for each to ``repaired``."""
+        intact_snapshots = []
         for parent in (self._layout.templates, self._layout.snapshots):
             for directory in directory_records.directories(parent):
                 if _is_lost(directory):
                     directory_records.remove(directory)
                     repaired.append(f"removed {directory.name}, the source of clones, which was not yet on the device")
                     continue
-                with self._quarantine.guarding(directory, repaired):
-                    found.append(_check_whole(directory, directory_records.read_record(directory, Snapshot)))
-        return found
+                with self._quarantine.quarantine_if_damaged(directory, repaired):
+                    intact_snapshots.append(
+                        _require_complete(directory, directory_records.read_record(directory, Snapshot))
+                    )
+        return intact_snapshots
 
     def path(self, snapshot: Snapshot) -> Path:
         return self._layout.snapshot(snapshot)
@@ -44,9 +46,9 @@ class Snapshots:
         return directory_records.partial_of(self.path(snapshot))
 
     def commit(self, snapshot: Snapshot) -> None:
-        """Sync the images of an uncommitted snapshot, measure it, and commit it with its record.
+        """Sync the images of a snapshot, set its ``disk_bytes_unique``, and commit it with its record.
 
-        A transient snapshot is not synced, because its forks wait for it: call ``sync`` later.
+        A transient snapshot is not synced, because forks are waiting for it. Call ``sync`` later.
         """
         partial = self.partial(snapshot)
         durable = snapshot.kind is not SnapshotKind.TRANSIENT
@@ -59,7 +61,7 @@ class Snapshots:
         directory_records.commit(self.path(snapshot), durable=durable)
 
     def sync(self, snapshot: Snapshot) -> None:
-        """Make a committed snapshot durable, unless it is removed meanwhile."""
+        """Make a committed snapshot durable. Does nothing if the snapshot has been removed."""
         with contextlib.suppress(FileNotFoundError):
             _sync(self.path(snapshot))
 
@@ -68,7 +70,7 @@ class Snapshots:
         directory_records.write_record(self.path(snapshot), snapshot)
 
     def undo(self, snapshot: Snapshot) -> None:
-        """Remove all files of a snapshot, committed or not."""
+        """Remove all files of a snapshot, whether it is committed or not."""
         directory_records.undo(self.path(snapshot))
 
     def remove(self, snapshot: Snapshot) -> None:
@@ -76,9 +78,9 @@ class Snapshots:
 
     def files_of(self, snapshot: Snapshot) -> dict[str, str]:
         """Return the paths of a snapshot's directory and memory files, for display."""
-        place = self.path(snapshot)
+        directory = self.path(snapshot)
         files = {} if snapshot.memory is Memory.NONE else {"memory": "memory.img", "vmstate": "device.state"}
-        return {"dir": str(place), **{part: str(place / name) for part, name in files.items()}}
+        return {"dir": str(directory), **{part: str(directory / name) for part, name in files.items()}}
 
 
 def _images_in(directory: Path) -> list[Path]:
@@ -93,7 +95,10 @@ def _sync(directory: Path) -> None:
 
 
 def _is_lost(directory: Path) -> bool:
-    """Return whether the host went down before a snapshot was synced; syncs it if only the gateway ended."""
+    """Return whether a snapshot was lost because the host stopped before it was synced.
+
+    Syncs the snapshot if only the gateway has ended since.
+    """
     try:
         boot_id = (directory / _UNSYNCED).read_text()
     except FileNotFoundError:
@@ -104,8 +109,8 @@ def _is_lost(directory: Path) -> bool:
     return False
 
 
-def _check_whole(directory: Path, snapshot: Snapshot) -> Snapshot:
-    """Check that a snapshot's images exist and have the right length. Raises ValueError with the reason."""
+def _require_complete(directory: Path, snapshot: Snapshot) -> Snapshot:
+    """Return ``snapshot`` if its files exist and are long enough. Raises ValueError with the reason if not."""
     if snapshot.id != directory.name:
         raise ValueError(f"its manifest belongs to {snapshot.id}")
     needed = {"rootfs.img": 1, "kernel": 1, "initrd": 1}

@@ -1,8 +1,8 @@
-"""Captures a running machine, which is stopped only for the steps that require it.
+"""Capture a running machine. The machine is stopped only for the steps that require it.
 
-A large dirty set is copied in rounds while the machine runs, so that the last stop copies little. I/O that was in
-flight when pages were listed writes to them without a mark. A stop waits for its end, so a round copies its pages only
-after a stop that follows the listing.
+A large dirty set is copied in rounds while the machine runs, so that little remains to be copied in the last stop. I/O
+that is in flight when pages are listed writes to these pages without marking them. Stopping the machine waits until
+such I/O has ended. Therefore each round stops the machine after listing the pages and before copying them.
 """
 
 from __future__ import annotations
@@ -26,19 +26,20 @@ from sandbox_gateway.hosts.kvm_xfs.qemu.machine import Machine
 from sandbox_gateway.records import Memory
 
 LIVE_BYTES = 16 << 20
-"""Larger dirty sets are copied in rounds."""
-_MOST_ROUNDS = 12
-_SHRINKING = 0.8
-"""Another round pays if the last one had at most this part of the bytes of the one before."""
+"""Dirty sets larger than this are copied in rounds."""
+_MAX_ROUNDS = 12
+_MAX_RATIO = 0.8
+"""Start another round only if less than this fraction of the bytes that the last round copied is dirty again."""
 _INLINE_BYTES = 16 << 20
+"""Copy at most this many bytes on the thread of the event loop."""
 
 
 class Capture:
-    """One capture of ``machine`` into the directory ``partial``, which it creates.
+    """Performs one capture of ``machine`` into the directory ``partial``, which it creates.
 
-    Afterwards ``partial`` holds rootfs.img, kernel, initrd and, with memory, memory.img and device.state; nothing is
-    synced to the device yet. The machine keeps running in every case. With ``window``, the machine's own, it captures
-    the memory.
+    Afterwards ``partial`` contains rootfs.img, kernel, initrd and, with memory, memory.img and device.state. They are
+    not synced to the device yet. The machine keeps running, even on failure. ``window`` is the machine's window;
+    without it, the memory is not captured.
     """
 
     def __init__(self, machine: Machine, files: Instance, partial: Path, window: Window | None) -> None:
@@ -52,31 +53,31 @@ class Capture:
         self.memory_bytes = 0
         self.image_check: ImageCheck | None = None
         self.stops_ms: list[float] = []
-        """The duration of each stop of the machine."""
+        """The duration of each stop of the machine, in milliseconds."""
         self.phases_ms: dict[str, float] = {}
-        """The steps of the last stop."""
+        """The durations of the steps of the last stop, in milliseconds."""
 
     @property
     def pause_ms(self) -> float:
         return round(sum(self.stops_ms), 3)
 
-    async def run(self, beside: Callable[[], Awaitable[None]] | None = None) -> None:
-        """Capture the machine. ``beside`` runs during the last stop, and ends before the machine resumes."""
+    async def run(self, concurrent_step: Callable[[], Awaitable[None]] | None = None) -> None:
+        """Capture the machine. ``concurrent_step`` runs during the last stop and ends before the machine resumes."""
         with self._stack:
             await self._machine.connect()
             await asyncio.to_thread(self._prepare)
             if self._window is None:
-                await self._capture_stopped(None, beside)
+                await self._capture_stopped(None, concurrent_step)
                 return
-            if self._listed > LIVE_BYTES and self._window.has_marks:
+            if self._dirty_bytes > LIVE_BYTES and self._window.has_marks:
                 await self._copy_in_rounds(self._window)
-            await asyncio.to_thread(self._copier.reserve, self._listed * 5 // 4 + (1 << 20))
-            async with self._machine.lent(self._state) as state:
-                await self._capture_stopped(state, beside)
+            await asyncio.to_thread(self._copier.reserve, self._dirty_bytes * 5 // 4 + (1 << 20))
+            async with self._machine.added_fd(self._state) as state:
+                await self._capture_stopped(state, concurrent_step)
             await asyncio.to_thread(self._complete_image, self._window)
 
     def _prepare(self) -> None:
-        """Do the slow steps: clone the memory image, flush the disk, open descriptors."""
+        """Do the slow steps in advance: clone the memory image, flush the disk, open descriptors."""
         self._partial.mkdir(mode=0o700)
         (self._partial / "kernel").hardlink_to(self._files.kernel)
         (self._partial / "initrd").hardlink_to(self._files.initrd)
@@ -88,7 +89,7 @@ class Capture:
 
     def _prepare_memory(self, window: Window) -> None:
         self._ram = Ram(self._machine.pid, self._files.memory)
-        self._listed = total(window.begin(self._ram))
+        self._dirty_bytes = total(window.begin(self._ram))
         self.mode = window.mode
         image, base = self._partial / "memory.img", None
         if window.base is None:
@@ -102,62 +103,62 @@ class Capture:
         self._copier = Copier(self._ram, self._image, base)
 
     async def _copy_in_rounds(self, window: Window) -> None:
-        """Copy the written pages while the machine runs, until few are left or it writes faster than we copy."""
+        """Copy written pages while the machine runs, until few remain or it writes faster than they are copied."""
         self.mode = Memory.LIVE
-        while self._rounds < _MOST_ROUNDS:
+        while self._rounds < _MAX_ROUNDS:
             runs = await self._list_round(window)
-            copied = total(runs)
-            self._listed = await asyncio.to_thread(self._copy_round, runs, window)
-            if not LIVE_BYTES < self._listed < copied * _SHRINKING:
+            copied_bytes = total(runs)
+            self._dirty_bytes = await asyncio.to_thread(self._copy_round, runs, window)
+            if not LIVE_BYTES < self._dirty_bytes < copied_bytes * _MAX_RATIO:
                 break
 
     def _copy_round(self, runs: Runs, window: Window) -> int:
-        """Copy pages; return how many bytes the machine has written meanwhile."""
+        """Copy pages. Return the size in bytes of the pages that the machine has written since they were listed."""
         self._copier.copy(runs)
-        # The reflink in the last stop would wait for data that is being written.
+        # Flush now, because the reflink in the last stop waits until all data has been written.
         os.fdatasync(self._image)
         os.fsync(self._disk)
-        return total(window.list_since_taken(self._ram))
+        return total(window.list_since_take(self._ram))
 
     async def _list_round(self, window: Window) -> Runs:
-        again, self._rounds = self._rounds > 0, self._rounds + 1
-        if window.takes_atomically:
-            runs = await asyncio.to_thread(window.take, self._ram, again=again)
+        only_new, self._rounds = self._rounds > 0, self._rounds + 1
+        if window.can_take_while_running:
+            runs = await asyncio.to_thread(window.take, self._ram, only_new=only_new)
             async with self._stopped():
                 return runs
         async with self._stopped():
-            return await asyncio.to_thread(window.take, self._ram, again=again)
+            return await asyncio.to_thread(window.take, self._ram, only_new=only_new)
 
-    async def _capture_stopped(self, state: str | None, beside: Callable[[], Awaitable[None]] | None) -> None:
+    async def _capture_stopped(self, state: str | None, concurrent_step: Callable[[], Awaitable[None]] | None) -> None:
         async with self._stopped() as step:
-            async with _next_to(beside):
+            async with _running_concurrently(concurrent_step):
                 if state is not None:
                     await self._machine.save_devices(state)
                     step("devices")
                 reflink.clone_fd(self._disk, self._target)
                 step("disk")
                 if self._window is not None:
-                    await self._hold_pages(self._window)
+                    await self._buffer_pages(self._window)
                     step("pages")
-            if beside is not None:
+            if concurrent_step is not None:
                 step("volumes")
 
-    async def _hold_pages(self, window: Window) -> None:
-        runs = window.take(self._ram, again=self._rounds > 0)
+    async def _buffer_pages(self, window: Window) -> None:
+        runs = window.take(self._ram, only_new=self._rounds > 0)
         # Switching to a thread costs more than copying a few pages; copying many would block the event loop.
         if total(runs) <= _INLINE_BYTES:
-            self._copier.hold(runs)
+            self._copier.buffer(runs)
         else:
-            await asyncio.to_thread(self._copier.hold, runs)
+            await asyncio.to_thread(self._copier.buffer, runs)
 
     def _complete_image(self, window: Window) -> None:
-        self._copier.write_held()
+        self._copier.write_buffered()
         self.memory_bytes = self._copier.written
         self.image_check = window.complete(self._partial / "memory.img")
 
     @contextlib.asynccontextmanager
     async def _stopped(self) -> AsyncIterator[Callable[[str], None]]:
-        """Stop the machine inside this context. Yields a function that ends a step, which it names."""
+        """Stop the machine inside this context. Yields a function that records the end of a step under a name."""
         marks = [("", time.perf_counter())]
 
         def step(name: str) -> None:
@@ -181,13 +182,13 @@ class Capture:
 
 
 @contextlib.asynccontextmanager
-async def _next_to(work: Callable[[], Awaitable[None]] | None) -> AsyncIterator[None]:
-    """Run ``work`` concurrently with this context, and always wait for its end."""
+async def _running_concurrently(work: Callable[[], Awaitable[None]] | None) -> AsyncIterator[None]:
+    """Run ``work`` concurrently with this context, and wait until it has ended, even on failure."""
     if work is None:
         yield
         return
     task = asyncio.ensure_future(work())
-    await asyncio.sleep(0)  # Otherwise it would start only at the first wait inside the context.
+    await asyncio.sleep(0)  # Let it start now instead of at the first wait inside the context.
     try:
         yield
     except BaseException:

@@ -1,4 +1,4 @@
-"""Detects images of memory that were damaged: their size, and digests of a sample of their pages."""
+"""Detect damaged memory images by their size and by digests of a sample of their pages."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ _SAMPLES = 16
 
 
 class ImageCheck(BaseModel):
-    """What an image is compared with before it is used as a base."""
+    """The expected properties of an image, which are checked before the image is used as a base."""
 
     size: int
     samples: dict[int, str]
-    """Digests of pages with data, by offset in bytes."""
+    """Digests of pages with data, keyed by offset in bytes."""
 
 
 def describe(image: Path) -> ImageCheck:
-    """Sample an image; reads at most 16 pages."""
+    """Return the check data of an image. Reads at most 16 pages."""
     descriptor = os.open(image, os.O_RDONLY | os.O_CLOEXEC)
     try:
         size = os.fstat(descriptor).st_size
@@ -34,7 +34,7 @@ def describe(image: Path) -> ImageCheck:
 
 
 def find_damage(image: Path, expected: ImageCheck) -> str:
-    """Return what is wrong with an image; empty if nothing was found."""
+    """Return a description of the damage of an image, or "" if none was detected."""
     try:
         descriptor = os.open(image, os.O_RDONLY | os.O_CLOEXEC)
     except OSError as error:
@@ -53,7 +53,7 @@ def find_damage(image: Path, expected: ImageCheck) -> str:
 
 
 def _next_data(descriptor: int, offset: int) -> int | None:
-    """Return the offset of the first page with data at or after ``offset``, if there is one."""
+    """Return the offset of the first page with data at or after ``offset``, or None if there is none."""
     try:
         return os.lseek(descriptor, offset, os.SEEK_DATA) // PAGE * PAGE
     except OSError:

@@ -1,10 +1,10 @@
-"""Makes the kernel track which pages of another process are written, without that process's help.
+"""Make the kernel track which pages another process writes, without that process's cooperation.
 
-A userfaultfd tracks the address space of the process that opens it. So the process is made to open one: ptrace lets
-its main thread run one system call from its vDSO, and no byte of the process changes. The descriptor stays open in the
-process, and with it the tracking, even after this process has ended.
+A userfaultfd tracks the address space of the process that opens it. So this module makes the other process open one:
+with ptrace, it lets the main thread execute one system call from the vDSO, without changing any byte of the process.
+The descriptor stays open in that process, so the tracking continues even after this process has ended.
 
-Standard library only: this code runs in a helper process with privileges of its own.
+This module uses only the standard library, because it runs in a helper process with extra privileges.
 Sources: ptrace(2), pidfd_getfd(2), userfaultfd(2); Linux Documentation/admin-guide/mm/userfaultfd.rst (WP_ASYNC).
 """
 
@@ -22,7 +22,7 @@ import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-_SECONDS = 2.0
+_STOP_SECONDS = 2.0
 _POLL_SECONDS = 0.00005
 
 _GETREGS, _SETREGS, _SINGLESTEP, _CONT, _DETACH, _SEIZE, _INTERRUPT = 12, 13, 9, 7, 17, 0x4206, 0x4207
@@ -40,7 +40,7 @@ _REGISTERS = (
 
 
 class _Registers(ctypes.Structure):
-    """struct user_regs_struct of x86-64."""
+    """The C structure user_regs_struct of x86-64."""
 
     _fields_ = tuple((name, ctypes.c_ulonglong) for name in _REGISTERS.split())
 
@@ -51,12 +51,12 @@ _libc.ptrace.restype = ctypes.c_long
 
 
 def track_writes(pid: int, areas: Sequence[tuple[int, int]]) -> None:
-    """Have the kernel track writes to ``areas``, (start, end) in bytes, of process ``pid``.
+    """Make the kernel track writes of process ``pid`` to ``areas``: (start, end) addresses in bytes.
 
-    Stops the process's main thread for about 0.2 ms. Raises OSError or TimeoutError; the process keeps running then.
+    Stops the process's main thread for about 0.2 ms. Raises OSError or TimeoutError; the process then continues to run.
     """
     if platform.machine() != "x86_64":
-        raise OSError(errno.ENOSYS, f"system calls cannot be injected on {platform.machine()}")
+        raise OSError(errno.ENOSYS, f"system calls cannot be injected on {platform.machine()}, only on x86_64")
     instruction = _find_syscall_instruction(pid)
     pidfd = os.pidfd_open(pid)
     try:
@@ -67,7 +67,7 @@ def track_writes(pid: int, areas: Sequence[tuple[int, int]]) -> None:
     finally:
         os.close(pidfd)
     try:
-        # The process chose the number: it must not make this process configure anything else.
+        # The process chose the descriptor: it must not make this process configure another kind of file.
         if str(Path(f"/proc/self/fd/{descriptor}").readlink()) != "anon_inode:[userfaultfd]":
             raise OSError(errno.EBADF, "the process did not open a userfaultfd")
         fcntl.ioctl(descriptor, _UFFDIO_API, bytearray(struct.pack("=3Q", _UFFD_API, _WP_ASYNC | _WP_UNPOPULATED, 0)))
@@ -84,18 +84,18 @@ def _find_syscall_instruction(pid: int) -> int:
             start, end = (int(edge, 16) for edge in line.split(maxsplit=1)[0].split("-"))
             with Path(f"/proc/{pid}/mem").open("rb", buffering=0) as memory:
                 memory.seek(start)
-                found = memory.read(end - start).find(_SYSCALL_INSTRUCTION)
-            if found >= 0:
-                return start + found
+                position = memory.read(end - start).find(_SYSCALL_INSTRUCTION)
+            if position >= 0:
+                return start + position
     raise OSError(errno.ENOEXEC, "the process has no vDSO with a system call instruction")
 
 
 def _run_in_process(pid: int, instruction: int, number: int, argument: int) -> int:
-    """Have the main thread of ``pid`` run one system call, and then continue where it was. Returns its result."""
+    """Make the main thread of ``pid`` run one system call and then continue where it was. Returns the call's result."""
     with _stopped(pid) as signals:
-        saved, registers = _Registers(), _Registers()
-        _ptrace(_GETREGS, pid, ctypes.addressof(saved))
-        ctypes.memmove(ctypes.addressof(registers), ctypes.addressof(saved), ctypes.sizeof(_Registers))
+        original_registers, registers = _Registers(), _Registers()
+        _ptrace(_GETREGS, pid, ctypes.addressof(original_registers))
+        ctypes.memmove(ctypes.addressof(registers), ctypes.addressof(original_registers), ctypes.sizeof(_Registers))
         registers.rip, registers.rax, registers.rdi = instruction, number, argument
         # Otherwise the kernel would restart an interrupted system call of the thread at the wrong place.
         registers.orig_rax = 0xFFFFFFFFFFFFFFFF
@@ -104,7 +104,7 @@ def _run_in_process(pid: int, instruction: int, number: int, argument: int) -> i
             _step(pid, instruction, signals)
             _ptrace(_GETREGS, pid, ctypes.addressof(registers))
         finally:
-            _ptrace(_SETREGS, pid, ctypes.addressof(saved))
+            _ptrace(_SETREGS, pid, ctypes.addressof(original_registers))
     result = ctypes.c_long(registers.rax).value
     if result < 0:
         raise OSError(-result, os.strerror(-result))
@@ -113,13 +113,13 @@ def _run_in_process(pid: int, instruction: int, number: int, argument: int) -> i
 
 @contextlib.contextmanager
 def _stopped(pid: int) -> Iterator[list[int]]:
-    """Stop the main thread of ``pid`` inside this context. Signals that arrive meanwhile are delivered afterwards."""
+    """Stop the main thread of ``pid`` inside this context. Yields a list for the signals to deliver afterwards."""
     signals: list[int] = []
     _ptrace(_SEIZE, pid)
     try:
         _ptrace(_INTERRUPT, pid)
         while (status := _wait(pid)) >> 16 != _EVENT_STOP:
-            # It stopped for a signal first: deliver it, and stop again.
+            # It stopped for a signal first: deliver the signal, then wait for the next stop.
             _ptrace(_CONT, pid, data=os.WSTOPSIG(status))
         yield signals
     finally:
@@ -131,7 +131,7 @@ def _stopped(pid: int) -> Iterator[list[int]]:
 
 
 def _step(pid: int, instruction: int, signals: list[int]) -> None:
-    """Execute the system call instruction; collect signals that stop the thread before it."""
+    """Execute the system call instruction. Adds signals that stop the thread before it to ``signals``."""
     registers = _Registers()
     while True:
         _ptrace(_SINGLESTEP, pid)
@@ -144,16 +144,16 @@ def _step(pid: int, instruction: int, signals: list[int]) -> None:
 
 
 def _wait(pid: int) -> int:
-    """Return the status of the next stop. Raises TimeoutError, or ProcessLookupError if the process ended."""
-    deadline = time.monotonic() + _SECONDS
+    """Wait for the thread's next stop and return its status. Raises TimeoutError, or ProcessLookupError if it ended."""
+    deadline = time.monotonic() + _STOP_SECONDS
     while True:
-        found, status = os.waitpid(pid, os.WNOHANG | _WALL)
-        if found and os.WIFSTOPPED(status):
+        changed, status = os.waitpid(pid, os.WNOHANG | _WALL)
+        if changed and os.WIFSTOPPED(status):
             return status
-        if found:
+        if changed:
             raise ProcessLookupError(errno.ESRCH, "the process ended")
         if time.monotonic() > deadline:
-            raise TimeoutError(f"process {pid} did not stop within {_SECONDS:g} s")
+            raise TimeoutError(f"process {pid} did not stop within {_STOP_SECONDS:g} s")
         time.sleep(_POLL_SECONDS)
 
 

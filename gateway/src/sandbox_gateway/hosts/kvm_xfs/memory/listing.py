@@ -1,8 +1,8 @@
-"""Lists the pages that a machine wrote, as the kernel knows them.
+"""List the pages that a machine has written, as recorded by the kernel.
 
-A page that the machine wrote since its start is anonymous: a copy of the page of its boot image. Marks tell which
-pages were written since an earlier listing. Listing takes the marks: it starts a new window. The machine must be
-stopped, with no I/O in flight: I/O writes to pages that it looked up before, and sets no mark.
+A page that the machine has written since its start is anonymous: a copy of the page of its boot image. Marks show which
+pages were written since an earlier listing. Taking the marks clears them, which starts a new window. The machine must
+be stopped, with no I/O in flight, because I/O writes to pages that were looked up earlier, without marking them.
 
 Sources: Linux Documentation/admin-guide/mm/pagemap.rst and soft-dirty.rst.
 """
@@ -28,14 +28,14 @@ _PAGEMAP_SCAN = 0xC0606610
 _SCAN = struct.Struct("=12Q")
 _IS_WRITTEN, _IS_FILE, _IS_PRESENT, _IS_SWAPPED = 1 << 1, 1 << 2, 1 << 3, 1 << 4
 _PROTECT_MATCHING, _REQUIRE_TRACKING = 1 << 0, 1 << 1
-# With more, Linux 6.18 reports some regions twice, because it fills a buffer of 512 at a time.
+# Linux 6.18 fills a buffer of 512 regions at a time. With a larger limit, it reports some regions twice.
 _SCAN_REGIONS = 512
 _PM_SOFT_DIRTY, _PM_FILE, _PM_SWAPPED, _PM_PRESENT = (np.uint64(1 << bit) for bit in (55, 61, 62, 63))
 _CLEAR_SOFT_DIRTY = b"4"
 
 
 def list_anonymous(ram: Ram) -> Runs:
-    """Return all pages written since the machine's start. Raises OSError if the kernel does not tell."""
+    """Return all pages written since the machine's start. Raises OSError if the kernel does not report them."""
     try:
         return concatenate(_scan(ram.pid, area) for area in ram.areas)
     except OSError:
@@ -53,29 +53,29 @@ def is_tracked(ram: Ram) -> bool:
 
 
 def list_written(ram: Ram, *, take: bool) -> Runs:
-    """Return the pages written since the marks were last taken; of a newly tracked machine, since its start.
+    """Return the pages written since the marks were last taken, or since the start of a newly tracked machine.
 
-    ``take``: take the marks, in the same atomic step. Raises OSError if the kernel does not track the memory.
+    ``take``: also take the marks, in the same atomic step. Raises OSError if the kernel does not track the memory.
     """
     flags = _REQUIRE_TRACKING | (_PROTECT_MATCHING if take else 0)
     return concatenate(_scan(ram.pid, area, flags, _IS_WRITTEN) for area in ram.areas)
 
 
 def list_soft_dirty(ram: Ram, *, take: bool) -> Runs:
-    """As ``list_written``, from the soft-dirty bits of a kernel that has them."""
-    found = concatenate(_read_pagemap(ram.pid, area, _is_soft_dirty) for area in ram.areas)
+    """Do the same as ``list_written``, with soft-dirty bits, but not atomically."""
+    runs = concatenate(_read_pagemap(ram.pid, area, _is_soft_dirty) for area in ram.areas)
     if take:
         descriptor = os.open(f"/proc/{ram.pid}/clear_refs", os.O_WRONLY)
         try:
             os.write(descriptor, _CLEAR_SOFT_DIRTY)
         finally:
             os.close(descriptor)
-    return found
+    return runs
 
 
 @functools.cache
 def has_soft_dirty() -> bool:
-    """Return whether this kernel has soft-dirty bits: whether a page that was just written carries one."""
+    """Return whether this kernel has soft-dirty bits. Writes to a page to find out."""
     with mmap.mmap(-1, PAGE) as page:
         page[0] = 1
         start = np.frombuffer(page, dtype=np.uint8).ctypes.data
@@ -88,7 +88,7 @@ def has_soft_dirty() -> bool:
 
 def _scan(pid: int, area: Area, flags: int = 0, categories: int = 0) -> Runs:
     """List anonymous pages of ``categories`` with the PAGEMAP_SCAN ioctl (Linux 6.7)."""
-    found: list[Runs] = []
+    parts: list[Runs] = []
     regions = np.empty((_SCAN_REGIONS, 3), dtype=np.uint64)
     descriptor = os.open(f"/proc/{pid}/pagemap", os.O_RDONLY | os.O_CLOEXEC)
     try:
@@ -102,19 +102,19 @@ def _scan(pid: int, area: Area, flags: int = 0, categories: int = 0) -> Runs:
             )  # fmt: skip
             count = fcntl.ioctl(descriptor, _PAGEMAP_SCAN, argument)
             spans = regions[:count]
-            found.append(np.stack([spans[:, 0], spans[:, 1] - spans[:, 0]], axis=1))
+            parts.append(np.stack([spans[:, 0], spans[:, 1] - spans[:, 0]], axis=1))
             start = _SCAN.unpack(argument)[4]
     finally:
         os.close(descriptor)
-    return concatenate(found) if found else empty()
+    return concatenate(parts) if parts else empty()
 
 
 def _read_pagemap(pid: int, area: Area, matches: Callable[[NDArray[np.uint64]], NDArray[np.bool_]]) -> Runs:
     """List the pages whose entry in /proc/PID/pagemap ``matches``."""
     entries = _pagemap_entries(pid, area.start, area.end)
     if not (entries & (_PM_PRESENT | _PM_SWAPPED)).any():
-        # A kernel that hides the map returns nothing at all, but a running machine has always written something.
-        raise OSError(errno.EPERM, "empty pagemap")
+        # A running machine has always written something, so an empty map means that the kernel hides it.
+        raise OSError(errno.EPERM, "the pagemap is empty")
     return from_mask(matches(entries), area.start, PAGE)
 
 
@@ -123,7 +123,7 @@ def _pagemap_entries(pid: int, start: int, end: int) -> NDArray[np.uint64]:
     with Path(f"/proc/{pid}/pagemap").open("rb", buffering=0) as pagemap:
         raw = os.pread(pagemap.fileno(), length, start // PAGE * 8)
     if len(raw) != length:
-        raise OSError(errno.EIO, "short pagemap")
+        raise OSError(errno.EIO, "the pagemap is too short")
     return np.frombuffer(raw, dtype=np.uint64)
 
 

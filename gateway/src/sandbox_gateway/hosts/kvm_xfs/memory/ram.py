@@ -1,7 +1,7 @@
-"""Locates and reads the memory of a running machine. Runs of its pages start at addresses in its process.
+"""Locate and read the memory of a running machine. Runs of pages start at addresses in the machine's process.
 
-A machine's RAM is a private mapping (MAP_PRIVATE) of its base image: pages it never wrote belong to that file,
-pages it wrote are anonymous. Source: process_vm_readv(2).
+A machine's RAM is a private mapping (MAP_PRIVATE) of its base image: pages that it never wrote belong to that file,
+pages that it wrote are anonymous. Source: process_vm_readv(2).
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ _libc.process_vm_readv.argtypes = [
 
 @dataclass(frozen=True)
 class Area:
-    """One mapped part of the base image in the machine's address space, in bytes."""
+    """A mapped part of the base image: start and end addresses in the process, and the offset in the image."""
 
     start: int
     end: int
@@ -46,11 +46,12 @@ class Ram:
 
     def __init__(self, pid: int, image: Path) -> None:
         self.pid = pid
-        self.areas = _areas(pid, image)
+        self.areas = _find_areas(pid, image)
         self.end = max(area.offset + area.end - area.start for area in self.areas)
-        """The end of its last area in the image."""
+        """The offset in the image at which its last area ends."""
 
-    def everything(self) -> Runs:
+    def all_pages(self) -> Runs:
+        """Return one run for each area."""
         return np.array([(area.start, area.end - area.start) for area in self.areas], dtype=np.uint64).reshape(-1, 2)
 
     def offsets(self, runs: Runs) -> list[int]:
@@ -62,28 +63,28 @@ class Ram:
             offsets[inside] = (starts[inside] - np.uint64(area.start) + np.uint64(area.offset)).astype(np.int64)
         return [int(offset) for offset in offsets]
 
-    def read(self, runs: Runs, into: NDArray[np.uint8]) -> None:
-        """Copy the runs one after another into ``into``, whose length is their total length."""
-        done = 0
+    def read(self, runs: Runs, target: NDArray[np.uint8]) -> None:
+        """Copy the runs one after another into ``target``, which must have their total length."""
+        position = 0
         for first in range(0, len(runs), _IOV_MAX):
             part = np.ascontiguousarray(runs[first : first + _IOV_MAX])
             length = int(part[:, 1].sum())
-            local = np.array([into.ctypes.data + done, length], dtype=np.uint64)
+            local = np.array([target.ctypes.data + position, length], dtype=np.uint64)
             copied = _libc.process_vm_readv(self.pid, local.ctypes.data, 1, part.ctypes.data, len(part), 0)
             if copied != length:
                 reason = os.strerror(ctypes.get_errno()) if copied < 0 else f"{copied} of {length} bytes"
                 raise BackendFailed(f"the memory of process {self.pid} cannot be read: {reason}")
-            done += length
+            position += length
 
 
-def _areas(pid: int, image: Path) -> list[Area]:
-    """Return the mappings of ``image`` in /proc/PID/maps, by device and inode: its path may be unlinked."""
-    stat = image.stat()
-    device = f"{os.major(stat.st_dev):02x}:{os.minor(stat.st_dev):02x}"
+def _find_areas(pid: int, image: Path) -> list[Area]:
+    """Return the mappings of ``image``. Finds them by device and inode, because the mapped path may be unlinked."""
+    status = image.stat()
+    device = f"{os.major(status.st_dev):02x}:{os.minor(status.st_dev):02x}"
     areas = []
     for line in Path(f"/proc/{pid}/maps").read_text().splitlines():
-        span, _, offset, where, inode = line.split(maxsplit=5)[:5]
-        if where == device and int(inode) == stat.st_ino:
+        span, _, offset, mapped_device, inode = line.split(maxsplit=5)[:5]
+        if mapped_device == device and int(inode) == status.st_ino:
             start, end = (int(edge, 16) for edge in span.split("-"))
             areas.append(Area(start, end, int(offset, 16)))
     if not areas:

@@ -1,11 +1,11 @@
-"""The page tracker: a helper process that starts the tracking of written pages in machines (`injection`).
+"""Run the page tracker, a helper process that makes the kernel track the written pages of machines (`injection`).
 
     python -m sandbox_gateway.hosts.kvm_xfs.memory.tracker [DESCRIPTOR]
 
-It is a process of its own because it alone needs ptrace. It serves the listening unix socket DESCRIPTOR (default: 3,
-which systemd passes), and ends when its standard input ends, if that is a pipe. Each connection carries one request,
-``{"pid": …, "areas": [[start, end], …]}`` in one line; the answer is ``{}`` or ``{"error": "…"}``.
-Standard library only.
+It is a separate process because only it needs the privilege to use ptrace. It serves the listening Unix socket
+DESCRIPTOR (default: 3, which systemd passes). If standard input is a pipe, the tracker exits when the pipe is closed.
+Each connection carries one request, ``{"pid": …, "areas": [[start, end], …]}`` in one line. The answer is ``{}`` or
+``{"error": "…"}``. This module uses only the standard library.
 """
 
 from __future__ import annotations
@@ -21,24 +21,24 @@ from pathlib import Path
 
 from sandbox_gateway.hosts.kvm_xfs.memory.injection import track_writes
 
-_LISTENER = 3
+_LISTENER_FD = 3
 _REQUEST_BYTES = 1 << 16
-_SECONDS = 5.0
+_REQUEST_SECONDS = 5.0
 _PROGRAM = "qemu-system-"
 
 
 def serve(listener: socket.socket) -> None:
-    """Answer requests until standard input ends."""
-    waited_for = [listener.fileno()]
+    """Answer requests. Returns when standard input, if it is a pipe, is closed."""
+    descriptors = [listener.fileno()]
     if stat.S_ISFIFO(os.fstat(0).st_mode):
-        waited_for.append(0)
+        descriptors.append(0)
     while True:
-        ready, _, _ = select.select(waited_for, [], [])
+        ready, _, _ = select.select(descriptors, [], [])
         if 0 in ready:
             return
         connection, _ = listener.accept()
         with connection:
-            connection.settimeout(_SECONDS)
+            connection.settimeout(_REQUEST_SECONDS)
             try:
                 _answer(connection)
             except OSError:
@@ -77,4 +77,4 @@ def _check_program(pid: int) -> None:
 
 
 if __name__ == "__main__":
-    serve(socket.socket(fileno=int(sys.argv[1]) if sys.argv[1:] else _LISTENER))
+    serve(socket.socket(fileno=int(sys.argv[1]) if sys.argv[1:] else _LISTENER_FD))

@@ -1,4 +1,4 @@
-"""The gateway's side of the page tracker (`tracker`)."""
+"""Send requests to the page tracker (`tracker`)."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from sandbox_gateway.command import child_environment
 from sandbox_gateway.hosts.kvm_xfs.memory import tracker
 from sandbox_gateway.hosts.kvm_xfs.memory.ram import Area
 
-_SECONDS = 10.0
+_REQUEST_SECONDS = 10.0
 _END_SECONDS = 5.0
 _ANSWER_BYTES = 4096
 
 
 class TrackerClient:
-    """Asks the page tracker at the socket ``path``; without a path, starts a tracker as a child process."""
+    """Sends requests to the page tracker at the socket ``path``. Without a path, ``open`` starts a child process."""
 
     def __init__(self, path: Path | None = None) -> None:
         self._path = path
@@ -29,7 +29,7 @@ class TrackerClient:
         self._directory: tempfile.TemporaryDirectory[str] | None = None
 
     def open(self) -> None:
-        """Start a tracker of our own, unless the administrator runs one."""
+        """Start a tracker as a child process, unless the administrator runs one."""
         if self._path is not None:
             return
         self._directory = tempfile.TemporaryDirectory(prefix="grove-tracker-")
@@ -54,10 +54,10 @@ class TrackerClient:
             self._directory = self._path = None
 
     def track(self, pid: int, areas: Sequence[Area]) -> None:
-        """Have the kernel track writes to ``areas`` of a machine's process. Raises OSError with the reason."""
+        """Make the kernel track writes of a machine's process to ``areas``. Raises OSError with the reason."""
         request = {"pid": pid, "areas": [(area.start, area.end) for area in areas]}
         with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as connection:
-            connection.settimeout(_SECONDS)
+            connection.settimeout(_REQUEST_SECONDS)
             connection.connect(str(self._path))
             connection.sendall(json.dumps(request).encode() + b"\n")
             with connection.makefile("rb") as stream:
@@ -65,7 +65,7 @@ class TrackerClient:
         try:
             error = json.loads(line).get("error")
         except ValueError:
-            error = "it hung up without an answer"
+            error = "it closed the connection without an answer"
         if error:
             raise OSError(f"the page tracker failed: {error}")
 

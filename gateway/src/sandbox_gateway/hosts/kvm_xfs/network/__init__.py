@@ -1,6 +1,6 @@
-"""Network slots: namespaces, links and rules.
+"""Manage network slots: namespaces, links and rules.
 
-``slots`` is the entry: a pool of slots, one for each machine. ``namespaces`` creates and enters network namespaces,
-``links`` the interfaces in them, ``rules`` the nftables rules, ``conntrack`` forgets connections. ``addresses`` has all
-names and addresses.
+``slots`` is the entry point: a pool of slots, one for each machine. ``namespaces`` creates and enters network
+namespaces, ``links`` creates the interfaces in them, ``rules`` creates the nftables rules, and ``conntrack`` deletes
+tracked connections. ``addresses`` defines all names and addresses.
 """

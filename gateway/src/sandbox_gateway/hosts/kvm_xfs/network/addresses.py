@@ -1,4 +1,4 @@
-"""Names and addresses in the network: inside guests, of slots on the host, and of volume servers."""
+"""Define the names and addresses of guests, of slots on the host, and of volume servers."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ GUEST_MAC = "02:5b:78:00:00:01"
 TAP_MAC = "02:5b:78:00:00:02"
 TAP = "tap0"
 VOLUME_PORTS = range(22000, 32000, 2)
-"""Ports of volumes on the gateway's address as guests see it.
+"""First ports of volumes, at the address of the gateway as guests see it.
 
-A volume has two consecutive ports. No service uses these ports by default.
+A volume uses two consecutive ports. No well-known service uses these ports by default.
 """
 
 ALIASES = ipaddress.IPv4Network("248.0.0.0/6")
-"""Addresses that are permanently reserved, and used only in the servers' namespace."""
+"""A permanently reserved range of addresses. They are used only in the namespace of the volume servers."""
 
 RUN_NETNS = Path("/run/netns")
 
@@ -34,30 +34,30 @@ class Slot:
     name: str
     """Name of the network namespace."""
     path: Path
-    """Path of the namespace's file; enter it with setns(2)."""
+    """Path of the namespace's file, for setns(2)."""
     host_address: str
-    """The address that forwards every port to the guest, from the host."""
+    """The address at which the host reaches the guest. It forwards every port."""
     veth_address: str
     """The host's own address on the slot's veth."""
     veth: str
-    """Name of the veth's end on the host."""
+    """Name of the host's end of the veth."""
     uid: int
-    """The user besides root who may open the tap; 0: no one."""
+    """The user who may open the tap in addition to root; 0 means only root."""
     tap: str = TAP
 
 
 def slot_capacity(network: Network) -> int:
-    """Return how many slots the subnet has addresses for. Its last four are for volume servers."""
+    """Return the number of slots for which the subnet has addresses. Its last four addresses are for volume servers."""
     return ipaddress.IPv4Network(network.subnet).num_addresses // 4 - 1
 
 
 def host_table(network: Network) -> str:
-    """Return the name of the host's nftables table, of family inet."""
+    """Return the name of the host's nftables table (family inet)."""
     return f"{network.prefix}_sandbox"
 
 
 def volume_address(network: Network) -> str:
-    """Return the address at which volume servers listen, in their namespace."""
+    """Return the address at which volume servers listen in their namespace."""
     return str(ipaddress.IPv4Network(network.subnet).broadcast_address - 1)
 
 
@@ -71,6 +71,6 @@ def volume_link(network: Network) -> str:
     return f"{network.prefix}_vol"
 
 
-def volume_space(network: Network) -> Path:
-    """Return the file of the volume servers' namespace; enter it with setns(2)."""
+def volume_namespace(network: Network) -> Path:
+    """Return the path of the file of the volume servers' namespace, for setns(2)."""
     return RUN_NETNS / f"{network.prefix}-volumes"

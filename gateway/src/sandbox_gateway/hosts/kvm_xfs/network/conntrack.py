@@ -1,6 +1,7 @@
 """Delete connections that the kernel tracks in this thread's network namespace (linux/nfnetlink_conntrack.h).
 
-pyroute2 is not used, because it decodes every field of every entry, which takes seconds if a guest created thousands.
+This module does not use pyroute2, which decodes every field of every entry. That takes seconds if a guest has opened
+thousands of connections.
 """
 
 from __future__ import annotations
@@ -18,33 +19,33 @@ _NESTED = 0x8000
 _TUPLE_ORIG, _FILTER = 1, 25
 _TUPLE_IP, _IP_V4_SRC, _FILTER_ORIG_FLAGS, _BY_SOURCE = 1, 1, 1, 1
 _ATTRIBUTES = 20
-"""The offset of attributes in a message: after the netlink and nfnetlink headers."""
+"""Offset of the attributes in a message, after the netlink and nfnetlink headers."""
 _SOURCE = slice(12, 16)
-"""The source address in a tuple attribute, after three attribute headers."""
-_DELETED_AT_ONCE = 64
-_SECONDS = 10.0
+"""Position of the source address in a tuple attribute, after three attribute headers."""
+_DELETE_BATCH = 64
+_REPLY_SECONDS = 10.0
 
 
 def forget_connections(source: str) -> int:
-    """Delete all tracked connections that ``source`` opened, and return their number. Raises OSError."""
+    """Delete all tracked connections that the address ``source`` opened. Returns their number. Raises OSError."""
     address = socket.inet_aton(source)
     with socket.socket(socket.AF_NETLINK, socket.SOCK_RAW, _NETLINK_NETFILTER) as netlink:
-        netlink.settimeout(_SECONDS)
+        netlink.settimeout(_REPLY_SECONDS)
         netlink.bind((0, 0))
-        wanted = _attribute(_TUPLE_ORIG | _NESTED, _attribute(_TUPLE_IP | _NESTED, _attribute(_IP_V4_SRC, address)))
+        attributes = _attribute(_TUPLE_ORIG | _NESTED, _attribute(_TUPLE_IP | _NESTED, _attribute(_IP_V4_SRC, address)))
         # Kernels before 5.8 ignore the filter and list everything.
-        wanted += _attribute(_FILTER | _NESTED, _attribute(_FILTER_ORIG_FLAGS, struct.pack("=I", _BY_SOURCE)))
-        netlink.send(_message(_GET, _REQUEST | _DUMP, wanted))
-        found = [tuple_ for tuple_ in _list_entries(netlink) if tuple_[_SOURCE] == address]
-        for first in range(0, len(found), _DELETED_AT_ONCE):
-            batch = found[first : first + _DELETED_AT_ONCE]
-            # The kernel deletes the entries before this call returns. It answers only for entries that have timed out.
-            netlink.send(b"".join(_message(_DELETE, _REQUEST, tuple_) for tuple_ in batch))
-    return len(found)
+        attributes += _attribute(_FILTER | _NESTED, _attribute(_FILTER_ORIG_FLAGS, struct.pack("=I", _BY_SOURCE)))
+        netlink.send(_message(_GET, _REQUEST | _DUMP, attributes))
+        entries = [entry for entry in _list_entries(netlink) if entry[_SOURCE] == address]
+        for first in range(0, len(entries), _DELETE_BATCH):
+            batch = entries[first : first + _DELETE_BATCH]
+            # The kernel deletes the entries before this call returns. It replies only for entries that have timed out.
+            netlink.send(b"".join(_message(_DELETE, _REQUEST, entry) for entry in batch))
+    return len(entries)
 
 
 def _list_entries(netlink: socket.socket) -> Iterator[bytes]:
-    """Yield the attribute with the original tuple of each entry of a dump."""
+    """Receive a dump and yield the attribute with the original tuple of each entry."""
     while True:
         data = netlink.recv(1 << 18)
         while data:
@@ -65,5 +66,5 @@ def _message(kind: int, flags: int, attributes: bytes) -> bytes:
 
 
 def _attribute(kind: int, content: bytes) -> bytes:
-    """Encode an attribute; the length of ``content`` is a multiple of four bytes."""
+    """Encode an attribute. The length of ``content`` must be a multiple of four bytes."""
     return struct.pack("=HH", 4 + len(content), kind) + content

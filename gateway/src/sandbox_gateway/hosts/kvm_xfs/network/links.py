@@ -1,6 +1,6 @@
 """Create and remove the interfaces of slots and of the volume servers' namespace: taps, veths, addresses and routes.
 
-All functions run in a new thread (`namespaces.run_in_thread`), because they change the thread's network namespace.
+Call all functions in a new thread (`namespaces.run_in_thread`), because they change the thread's network namespace.
 """
 
 from __future__ import annotations
@@ -29,13 +29,13 @@ from sandbox_gateway.hosts.kvm_xfs.network.addresses import (
     volume_address,
     volume_gateway,
     volume_link,
-    volume_space,
+    volume_namespace,
 )
 from sandbox_gateway.hosts.kvm_xfs.network.conntrack import forget_connections
 from sandbox_gateway.hosts.kvm_xfs.network.namespaces import (
     HOST_NAMESPACE,
     enter_new_namespace,
-    entered,
+    in_namespace,
     mounted_names,
     remove_namespace,
     set_sysctl,
@@ -47,31 +47,31 @@ _NUD_PERMANENT = 0x80
 
 
 def find_slots(prefix: str) -> tuple[set[int], set[int]]:
-    """Return the numbers of slots with any remains on the host, and of complete slots."""
+    """Return the numbers of all slots of which the host has at least a part, and of the complete slots."""
     pattern = re.compile(rf"{prefix}-(\d+)")
     files = [entry.name for entry in RUN_NETNS.iterdir()] if RUN_NETNS.is_dir() else []
-    spaces = {int(match[1]) for name in files if (match := pattern.fullmatch(name))}
+    namespaces = {int(match[1]) for name in files if (match := pattern.fullmatch(name))}
     mounted = {int(match[1]) for name in mounted_names() if (match := pattern.fullmatch(name))}
-    ends: dict[int, bool] = {}
+    host_ends: dict[int, bool] = {}
     pattern = re.compile(rf"{prefix}-(\d+)[hv]")
     with IPRoute() as route:
         for link in route.get_links():
             if match := pattern.fullmatch(link.get_attr("IFLA_IFNAME") or ""):
-                ends[int(match[1])] = bool(link["flags"] & _IFF_UP)
-    return spaces | set(ends), {number for number, up in ends.items() if up and number in mounted}
+                host_ends[int(match[1])] = bool(link["flags"] & _IFF_UP)
+    return namespaces | set(host_ends), {number for number, up in host_ends.items() if up and number in mounted}
 
 
-def make_slot(slot: Slot) -> None:
-    """Create a slot's namespace, veth and tap: everything except its rules and ``commit_slot``."""
+def create_slot(slot: Slot) -> None:
+    """Create a slot's namespace, veth and tap. The caller then creates its rules and calls ``commit_slot``."""
     enter_new_namespace(slot.path)
     set_sysctl("net/ipv4/ip_forward", "1")
-    for switch in ("all", "default"):
-        set_sysctl(f"net/ipv4/conf/{switch}/send_redirects", "0")
-        set_sysctl(f"net/ipv4/conf/{switch}/accept_redirects", "0")
+    for interface in ("all", "default"):
+        set_sysctl(f"net/ipv4/conf/{interface}/send_redirects", "0")
+        set_sysctl(f"net/ipv4/conf/{interface}/accept_redirects", "0")
     set_sysctl("net/netfilter/nf_conntrack_tcp_loose", "0", required=False)
-    # Answer only the guest's own range, because each sender takes an entry in a table that all namespaces share.
+    # Answer only the guest's own range, because each sender uses an entry in a table that all namespaces share.
     set_sysctl("net/ipv4/conf/all/arp_ignore", "2")
-    # Without this, the kernel sends one refusal per second, and a guest may wait minutes for the next one.
+    # Otherwise the kernel would send one ICMP error per second, and a guest might wait minutes for the next one.
     set_sysctl("net/ipv4/icmp_ratelimit", "0")
     _make_tap(slot)
     inner = f"{slot.name}v"
@@ -88,27 +88,27 @@ def make_slot(slot: Slot) -> None:
         route.route("add", dst="default", gateway=slot.veth_address, oif=veth)
 
 
-def _link_to_host(outer: str, address: str, inner: str, space: str) -> None:
-    """Create a veth from the host, whose end ``outer`` has ``address``/30 and is down, to ``inner`` in ``space``."""
-    with entered(HOST_NAMESPACE), IPRoute() as host:
-        host.link("add", ifname=outer, kind="veth", peer={"ifname": inner, "net_ns_fd": space})
+def _link_to_host(outer: str, address: str, inner: str, namespace: str) -> None:
+    """Create a veth: ``outer`` is on the host, has ``address``/30 and is down; ``inner`` is in ``namespace``."""
+    with in_namespace(HOST_NAMESPACE), IPRoute() as host:
+        host.link("add", ifname=outer, kind="veth", peer={"ifname": inner, "net_ns_fd": namespace})
         host.addr("add", index=_index(host, outer), address=address, prefixlen=30)
         set_sysctl(f"net/ipv6/conf/{outer}/disable_ipv6", "1", required=False)
         set_sysctl(f"net/ipv4/conf/{outer}/rp_filter", "1")
 
 
-def make_volume_space(network: Network) -> None:
-    """Create the volume servers' namespace, if it is missing. Setting the host's end up commits it."""
-    path, outer, inner = volume_space(network), volume_link(network), "eth0"
+def create_volume_namespace(network: Network) -> None:
+    """Create the volume servers' namespace if it is missing. Setting the host's end of the link up commits it."""
+    path, outer, inner = volume_namespace(network), volume_link(network), "eth0"
     with IPRoute() as route:
-        whole = any(
+        is_committed = any(
             link["flags"] & _IFF_UP and route.get_addr(index=index, address=volume_gateway(network))
             for index in route.link_lookup(ifname=outer)
             for link in route.get_links(index)
         )
-    if whole and path.name in mounted_names():
+    if is_committed and path.name in mounted_names():
         return
-    remove_volume_space(network)
+    remove_volume_namespace(network)
     enter_new_namespace(path)
     _link_to_host(outer, volume_gateway(network), inner, path.name)
     with IPRoute() as route:
@@ -116,21 +116,21 @@ def make_volume_space(network: Network) -> None:
         link = _index(route, inner)
         route.link("set", index=link, state="up")
         route.addr("add", index=link, address=volume_address(network), prefixlen=30)
-        # Add a route only to slots: there is no route to anywhere else.
-        for clients in (network.subnet, str(ALIASES)):
-            route.route("add", dst=clients, gateway=volume_gateway(network), oif=link)
-    with entered(HOST_NAMESPACE), IPRoute() as host:
+        # The servers have routes only to slots.
+        for destination in (network.subnet, str(ALIASES)):
+            route.route("add", dst=destination, gateway=volume_gateway(network), oif=link)
+    with in_namespace(HOST_NAMESPACE), IPRoute() as host:
         host.link("set", index=_index(host, outer), state="up")
 
 
-def remove_volume_space(network: Network) -> None:
-    """Remove the volume servers' namespace. Servers that still run in it lose their link."""
+def remove_volume_namespace(network: Network) -> None:
+    """Remove the volume servers' namespace. Servers that still run in it lose their connection."""
     _remove_links(volume_link(network))
-    remove_namespace(volume_space(network))
+    remove_namespace(volume_namespace(network))
 
 
 def _make_tap(slot: Slot) -> None:
-    """Create a tap that outlives this process and that QEMU opens as the slot's user."""
+    """Create a persistent tap, which QEMU opens as the slot's user."""
     tun = os.open("/dev/net/tun", os.O_RDWR | os.O_CLOEXEC)
     try:
         flags = _IFF_TAP | _IFF_NO_PI | _IFF_VNET_HDR
@@ -142,16 +142,16 @@ def _make_tap(slot: Slot) -> None:
 
 
 def commit_slot(slot: Slot) -> None:
-    """Set the host's end up. This last step marks the slot as complete."""
+    """Set the host's end of the veth up. This last step marks the slot as complete."""
     with IPRoute() as route:
         route.link("set", index=_index(route, slot.veth), state="up")
 
 
 def remove_slot(slot: Slot) -> None:
-    """Remove all parts of a slot, the veth first, so that the slot is no longer committed."""
+    """Remove all parts of a slot. The veth is first, so that the slot is no longer committed."""
     _remove_links(slot.veth, f"{slot.name}v")
     remove_namespace(slot.path)
-    # Its connections would count against the next slot with this number. A kernel without conntrack has none.
+    # Its connections would count towards the limit of the next slot with this number. Without conntrack, this fails.
     with contextlib.suppress(OSError):
         forget_connections(slot.host_address)
 
@@ -164,7 +164,7 @@ def _remove_links(*names: str) -> None:
 
 
 def remove_loopback_address(address: str) -> None:
-    """Remove an address from the loopback interface, if it is there."""
+    """Remove an address from the loopback interface, if the interface has it."""
     with IPRoute() as route:
         lo = _index(route, "lo")
         for _ in route.get_addr(family=socket.AF_INET, index=lo, address=address):
@@ -172,7 +172,7 @@ def remove_loopback_address(address: str) -> None:
 
 
 def _index(route: IPRoute, name: str) -> int:
-    found = route.link_lookup(ifname=name)
-    if not found:
+    indexes = route.link_lookup(ifname=name)
+    if not indexes:
         raise BackendFailed(f"the interface {name} disappeared while its network slot was created: try again")
-    return int(found[0])
+    return int(indexes[0])

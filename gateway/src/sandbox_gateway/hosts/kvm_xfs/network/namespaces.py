@@ -1,6 +1,6 @@
 """Create, enter and remove network namespaces.
 
-A thread changes only its own network namespace. Longer work in a namespace runs in a new thread, which then ends.
+Each thread has its own network namespace. Longer work in a namespace runs in a new thread, which then ends.
 """
 
 from __future__ import annotations
@@ -33,10 +33,10 @@ _libc = ctypes.CDLL(None, use_errno=True)
 async def run_in_thread(work: Callable[..., _T], *arguments: Any) -> _T:
     """Run ``work`` in a new thread, so that it does not change the namespace of any other thread.
 
-    ``work`` runs to its end even if the caller is cancelled. Raises BackendFailed if the kernel refuses an operation.
+    ``work`` is completed even if the caller is cancelled. Raises BackendFailed if the kernel refuses an operation.
     """
 
-    def explained() -> _T:
+    def run() -> _T:
         try:
             return work(*arguments)
         except (OSError, NetlinkError) as error:
@@ -45,46 +45,48 @@ async def run_in_thread(work: Callable[..., _T], *arguments: Any) -> _T:
                 "veth, tun and nf_tables"
             ) from None
 
-    return await asyncio.shield(start_thread(explained, name="netns"))
+    return await asyncio.shield(start_thread(run, name="netns"))
 
 
 def enter_new_namespace(path: Path) -> None:
-    """Move this thread to a new network namespace without IPv6, whose file is ``path``."""
+    """Create a network namespace without IPv6, with the file ``path``, and move this thread to it."""
     _check_result("unshare", _libc.unshare(_CLONE_NEWNET))
     path.touch(mode=0o444, exist_ok=False)
     _mount("/proc/thread-self/ns/net", path, _MS_BIND)
-    for switch in ("all", "default"):
-        set_sysctl(f"net/ipv6/conf/{switch}/disable_ipv6", "1", required=False)
+    for interface in ("all", "default"):
+        set_sysctl(f"net/ipv6/conf/{interface}/disable_ipv6", "1", required=False)
 
 
 def remove_namespace(path: Path) -> None:
-    """Remove a namespace's file, if it exists. Processes inside keep the namespace."""
-    # Once for each mount on the path; EINVAL means that no mount is left.
+    """Remove a namespace's file, if it exists. Processes in the namespace keep running in it."""
+    # Unmount until EINVAL, which means that no mount remains at the path.
     while _libc.umount2(os.fsencode(path), _MNT_DETACH) == 0:
         pass
     path.unlink(missing_ok=True)
 
 
 @contextlib.contextmanager
-def entered(namespace: Path) -> Iterator[None]:
-    """Run the context's body in ``namespace``, then return to the thread's former namespace. Raises BackendFailed."""
-    with Path("/proc/thread-self/ns/net").open("rb") as home, namespace.open("rb") as target:
+def in_namespace(namespace: Path) -> Iterator[None]:
+    """Enter ``namespace`` for the duration of this context. Raises BackendFailed."""
+    with Path("/proc/thread-self/ns/net").open("rb") as previous, namespace.open("rb") as target:
         _enter(target.fileno())
         try:
             yield
         finally:
-            _enter(home.fileno())
+            _enter(previous.fileno())
 
 
 def _enter(namespace: int) -> None:
     try:
         setns(namespace)  # Affects only the calling thread, like setns(2).
     except OSError as error:
-        raise BackendFailed(f"a network namespace cannot be entered: {os.strerror(error.errno or 0)}") from None
+        raise BackendFailed(
+            f"a network namespace cannot be entered ({os.strerror(error.errno or 0)}): run the gateway as root"
+        ) from None
 
 
 def share_run_netns() -> None:
-    """Make /run/netns a shared mount, as iproute2 does, so that its namespaces appear in every mount namespace."""
+    """Make /run/netns a shared mount, as iproute2 does, so that its files appear in every mount namespace."""
     RUN_NETNS.mkdir(mode=0o755, parents=True, exist_ok=True)
     if _libc.mount(b"none", os.fsencode(RUN_NETNS), b"none", _MS_SHARED | _MS_REC, None) != 0:
         _mount(RUN_NETNS, RUN_NETNS, _MS_BIND | _MS_REC)
@@ -96,7 +98,7 @@ def _mount(source: str | Path, target: Path, flags: int) -> None:
 
 
 def mounted_names() -> list[str]:
-    """Return the names in /run/netns that are namespaces. A crash may leave plain files there."""
+    """Return the names of the namespaces in /run/netns. Skips plain files, which a crash may leave there."""
     names = []
     for line in Path("/proc/self/mountinfo").read_text().splitlines():
         fields = line.split()
@@ -106,10 +108,7 @@ def mounted_names() -> list[str]:
 
 
 def set_sysctl(name: str, value: str, *, required: bool = True) -> None:
-    """Set a sysctl of this thread's network namespace.
-
-    ``required=False``: do nothing if the kernel lacks the sysctl.
-    """
+    """Set a sysctl of this thread's network namespace. Unless ``required``, skip a sysctl that the kernel lacks."""
     try:
         Path("/proc/sys", name).write_text(value)
     except FileNotFoundError:
@@ -117,7 +116,7 @@ def set_sysctl(name: str, value: str, *, required: bool = True) -> None:
             raise
 
 
-def _check_result(what: str, result: int) -> None:
+def _check_result(operation: str, result: int) -> None:
     if result != 0:
         error = ctypes.get_errno()
-        raise OSError(error, f"{what}: {os.strerror(error)}")
+        raise OSError(error, f"{operation}: {os.strerror(error)}")

@@ -23,14 +23,17 @@ from sandbox_gateway.hosts.kvm_xfs.network.addresses import (
 from sandbox_gateway.records import NetworkPolicy
 
 VOLUME_ACCESS = "volume_access"
-"""Name of the set of pairs (slot's `host_address` . port) that may connect to volume servers."""
+"""Name of the set of (`Slot.host_address` . port) pairs that may connect to volume servers."""
 
 VOLUME_ALIASES = "volume_aliases"
-"""Name of the map from such pairs to the sandbox's address as seen by the server, one of ``ALIASES``."""
+"""Name of the map from these pairs to the address at which the server sees the sandbox, one of ``ALIASES``."""
 
 MAX_CONNECTIONS = 4096
-"""Maximum concurrent outgoing connections of a sandbox: the kernel has one limit for all, `nf_conntrack_max`, which no
-guest may exhaust. Refused, half-open and closed connections count until the kernel forgets them."""
+"""Maximum concurrent outgoing connections of a sandbox.
+
+Otherwise a guest could exhaust `nf_conntrack_max`, the kernel's limit for all connections. Refused, half-open and
+closed connections count until the kernel forgets them.
+"""
 
 _TABLE = "sandbox"
 _NFT_SECONDS = 20.0
@@ -47,7 +50,7 @@ async def apply_in_slot(slot: Slot, rules: str) -> None:
 
 
 def host_rules(network: Network) -> str:
-    """Return nft commands for the host's table: no access from slots to the host, other slots, or other volumes."""
+    """Return nft commands for the host's table. It denies slots access to the host, other slots, and other volumes."""
     slots, servers = f'"{network.prefix}-*"', f'"{volume_link(network)}"'
     volumes = volume_address(network)
     unmarked = f"tcp flags & (syn | ack) == syn meta mark != {MARK:#x}"
@@ -76,8 +79,8 @@ table inet {host_table(network)} {{
     }}
     chain output {{
         type filter hook output priority filter - 5; policy accept;
-        # Agents accept the host's requests without a token, so only the gateway may connect to them, and no other
-        # process of the host. Later packets need no check, because a refused connection has none.
+        # Agents accept requests from the host without a token, so only the gateway may connect to them, not other
+        # processes of the host. Later packets need no check, because a refused connection has none.
         oifname {slots} tcp dport {{ {AGENT_PORT}, {CODE_PORT} }} {unmarked} reject with tcp reset
         oifname {servers} {unmarked} reject with tcp reset
     }}
@@ -86,8 +89,8 @@ table inet {host_table(network)} {{
         iifname {slots} oifname {slots} drop
         iifname {slots} meta nfproto != ipv4 drop
         iifname {slots} ip saddr != {network.subnet} drop
-        # The slot also counts connections, but a guest can make it forget connections that the host still tracks, with
-        # # packets that look like the end of a connection to the slot and never reach the host.
+        # The slot also counts connections. But a guest can make the slot forget connections that the host still
+        # tracks, with packets that end a connection from the slot's point of view and never reach the host.
         iifname {slots} ct state new add @connections {{ ip saddr ct count over {MAX_CONNECTIONS} }} \
             jump refuse
         iifname {slots} oifname {servers} jump volumes
@@ -100,7 +103,7 @@ table inet {host_table(network)} {{
         oifname {servers} drop
     }}
     chain refuse {{
-        # The kernel limits the rate of ICMP errors, but not of resets; a client that gets neither would wait.
+        # The kernel limits the rate of ICMP errors, but not of resets. A client that receives neither would wait.
         meta l4proto tcp reject with tcp reset
         reject with icmp admin-prohibited
     }}
@@ -128,7 +131,7 @@ table inet {_TABLE} {{
     }}
     chain inwards {{
         type nat hook prerouting priority dstnat; policy accept;
-        # Only from the host: late packets of an earlier sandbox's connections have other sources.
+        # Accept only the host, because late packets of an earlier sandbox's connections have other sources.
         iifname {veth} ip saddr {slot.veth_address} ip daddr {slot.host_address} dnat ip to {GUEST_ADDRESS}
         iifname {tap} ip daddr {GATEWAY_ADDRESS} tcp dport {ports} dnat ip to {volumes}
     }}
@@ -168,7 +171,7 @@ table inet {_TABLE} {{
 
 
 def policy_rules(policy: NetworkPolicy, dns: Sequence[str], subnet: ipaddress.IPv4Network) -> str:
-    """Return nft commands that apply ``policy`` in a slot, in one transaction. Raises Invalid for a bad address."""
+    """Return nft commands that apply ``policy`` in a slot in one transaction. Raises Invalid for a wrong address."""
     refuse = "reject with icmp admin-prohibited"
     rules = [f"ip daddr {subnet} {refuse}"]
     for rule in egress_rules(policy, dns):
@@ -182,5 +185,5 @@ def policy_rules(policy: NetworkPolicy, dns: Sequence[str], subnet: ipaddress.IP
 
 
 def empty_table(table: str) -> str:
-    """Return nft commands that remove a table, whether it exists or not."""
+    """Return nft commands that remove a table if it exists."""
     return f"add table inet {table}\ndelete table inet {table}\n"

@@ -1,22 +1,22 @@
-"""Manage network slots: a pool of network namespaces, each with a sandbox's tap and rules.
+"""Manage network slots: a pool of network namespaces, each with the tap and rules of one sandbox.
 
     guest ── tap0 ─[ namespace <prefix>-n ]─ <prefix>-nv ══ <prefix>-nh ─[ host ]─ elsewhere
        169.254.0.21  169.254.0.22        one /30 of `network.subnet`
 
-Inside, all slots are alike, MAC addresses included, because a guest's ARP cache and connections are part of its memory
-and move with it from slot to slot. Outside, each has a unique address, which forwards every port to the guest.
-The guest's range is link-local, because such addresses do not exist beyond the next hop: the range hides no possible
-destination (10/8, 172.16/12, 192.168/16 and 100.64/10 are all in use somewhere), and a /30 of it leaves
-169.254.169.254 to the rules.
+To their guests, all slots look the same, including the MAC addresses: a guest's ARP cache and connections are part of
+its memory, which moves from slot to slot. On the host, each slot has a unique address, which forwards every port to the
+guest. The guest's range is link-local. Such addresses do not exist beyond the next hop, so the range does not hide any
+destination (10/8, 172.16/12, 192.168/16 and 100.64/10 are all in use somewhere). It is a /30, so the rules can handle
+169.254.169.254.
 
-There are rules in two places, both out of the guest's reach: in the slot (the guest's address and policy) and on the
-host (no access from a slot to the host or to other slots). The last step of creating a slot commits it, by setting the
-host's end of the veth up. A slot whose end is down at start-up is incomplete.
+There are rules in two places, neither of which the guest can reach: in the slot (for the guest's address and policy)
+and on the host (to prevent access from a slot to the host or to other slots). The last step of creating a slot sets the
+host's end of the veth up, which commits the slot. A slot whose host end is down at start-up is incomplete.
 
 Volume servers have a separate namespace, with one veth to the host and one address, the last of `network.subnet`. A
-guest sees them as ports of its gateway, so that its mounts stay the same in every slot. The host checks each packet: a
-slot can reach a port if the pair is in a set of the host's table. Besides slots, only the gateway can reach that
-namespace. Only answers leave it.
+guest sees them as ports of its gateway, so its mounts are the same in every slot. The host checks each packet: a slot
+can reach a port if the pair is in a set of the host's table. Except for slots, only the gateway can reach that
+namespace, and only replies leave it.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ log = Logger("network")
 
 
 class SlotPool:
-    """Manages the slots of one gateway. User ``uid_base`` + n owns the tap of slot n (0: only root).
+    """Manages the slots of one gateway. User ``uid_base`` + n owns the tap of slot n; if it is 0, only root does.
 
     Async methods may raise BackendFailed if the kernel or nft refuses an operation.
     """
@@ -73,19 +73,18 @@ class SlotPool:
     # -- start and stop -------------------------------------------------------------------------------------------
 
     async def open(self, in_use: set[int]) -> None:
-        """Adopt complete slots with the numbers ``in_use``, remove all others, set up the host, and start refilling the
-        pool.
+        """Set up the host, adopt complete slots with the numbers ``in_use``, and start to refill the pool.
 
-        Unused slots are removed even if they are complete, because they may have been used before.
+        Removes all other slots, even complete ones, because they may have been used before.
         """
         self._closed = False
         await run_in_thread(self._prepare_host)
         await apply_on_host(host_rules(self._network))
-        await run_in_thread(links.make_volume_space, self._network)
-        found, whole = await run_in_thread(links.find_slots, self._network.prefix)
-        for number in sorted(found):
+        await run_in_thread(links.create_volume_namespace, self._network)
+        existing_numbers, complete_numbers = await run_in_thread(links.find_slots, self._network.prefix)
+        for number in sorted(existing_numbers):
             slot = self._slot(number)
-            if number in in_use and number in whole and number < self._capacity:
+            if number in in_use and number in complete_numbers and number < self._capacity:
                 self._all[number] = slot
             else:
                 await run_in_thread(links.remove_slot, slot)
@@ -94,9 +93,9 @@ class SlotPool:
         self._refill_wanted.set()
 
     async def close(self) -> None:
-        """Stop creating slots and remove unused ones. Slots in use, and the rules they need, remain."""
+        """Stop creating slots, and remove unused slots. Slots in use and their rules remain."""
         if self._closed:
-            return  # The pool was never opened: slots on the host belong to another gateway.
+            return  # The pool is not open: slots on the host belong to another gateway.
         self._closed = True
         if self._refiller is not None:
             self._refiller.cancel()
@@ -106,16 +105,16 @@ class SlotPool:
         while self._ready:
             await self._remove(self._ready.pop())
         if not self._all:
-            await self._leave_host()
+            await self._clean_up_host()
 
     async def destroy(self) -> None:
-        """Remove everything with this prefix from the host: slots (even those in use) and rules."""
+        """Remove all slots and rules with this prefix from the host, even slots in use."""
         await self.close()
-        found, _ = await run_in_thread(links.find_slots, self._network.prefix)
-        for number in found:
+        existing_numbers, _ = await run_in_thread(links.find_slots, self._network.prefix)
+        for number in existing_numbers:
             await run_in_thread(links.remove_slot, self._slot(number))
         self._all.clear()
-        await self._leave_host()
+        await self._clean_up_host()
 
     # -- slots ----------------------------------------------------------------------------------------------------
 
@@ -125,7 +124,7 @@ class SlotPool:
         Raises Busy if all addresses are taken, Invalid for an invalid policy.
         """
         rules = policy_rules(policy, self._dns, self._subnet)
-        slot = self._ready.popleft() if self._ready else await self._make()
+        slot = self._ready.popleft() if self._ready else await self._create()
         self._refill_wanted.set()
         try:
             if policy != NetworkPolicy():
@@ -136,15 +135,15 @@ class SlotPool:
         return slot
 
     async def release(self, slot: Slot) -> None:
-        """Remove the slot of a machine that has ended, so that no connection, rule or packet outlives its sandbox.
+        """Remove the slot of a machine that has ended. No connection, rule or packet outlives the sandbox.
 
-        Returns immediately; the removal runs in the background, and `close` waits for it.
+        Returns immediately. The removal runs in the background, and `close` waits for it.
         """
         if self._all.get(slot.number) == slot:
             self._retire(slot)
 
     def adopt(self, number: int) -> Slot:
-        """Return the slot that a sandbox of an earlier gateway uses. Raises BackendFailed if it does not exist."""
+        """Return the slot of a sandbox that an earlier gateway started. Raises BackendFailed if it does not exist."""
         slot = self._all.get(number)
         if slot is None:
             raise BackendFailed(
@@ -154,23 +153,23 @@ class SlotPool:
         return slot
 
     async def apply(self, slot: Slot, policy: NetworkPolicy) -> None:
-        """Apply ``policy`` from the next packet on, also to open connections."""
+        """Apply ``policy`` to all following packets, including those of open connections."""
         await apply_in_slot(slot, policy_rules(policy, self._dns, self._subnet))
 
-    # -- making and removing ----------------------------------------------------------------------------------------
+    # -- creating and removing ----------------------------------------------------------------------------------------
 
-    async def _make(self) -> Slot:
-        """Create a slot, completely or not at all. If the caller is cancelled, the slot goes to the pool."""
+    async def _create(self) -> Slot:
+        """Create a slot. If the caller is cancelled, the slot is added to the pool."""
         slot = self._slot(self._free_number())
         self._busy.add(slot.number)
-        task = asyncio.ensure_future(self._make_whole(slot))
+        task = asyncio.ensure_future(self._set_up(slot))
         try:
             return await asyncio.shield(task)
         except asyncio.CancelledError:
-            self._background.start(self._keep(task))
+            self._background.start(self._add_to_pool(task))
             raise
 
-    async def _keep(self, task: asyncio.Future[Slot]) -> None:
+    async def _add_to_pool(self, task: asyncio.Future[Slot]) -> None:
         with contextlib.suppress(Exception):
             slot = await task
             if self._closed:
@@ -178,9 +177,10 @@ class SlotPool:
             else:
                 self._ready.append(slot)
 
-    async def _make_whole(self, slot: Slot) -> Slot:
+    async def _set_up(self, slot: Slot) -> Slot:
+        """Set up a slot. On failure, remove it."""
         try:
-            await run_in_thread(links.make_slot, slot)
+            await run_in_thread(links.create_slot, slot)
             await apply_in_slot(slot, slot_rules(slot, self._network, self._dns))
             await run_in_thread(links.commit_slot, slot)
             self._all[slot.number] = slot
@@ -197,7 +197,7 @@ class SlotPool:
         self._background.start(self._remove(slot))
 
     async def _remove(self, slot: Slot) -> None:
-        """Remove a slot and free its number. A slot that cannot be removed keeps its number."""
+        """Remove a slot and free its number. If the slot cannot be removed, its number stays in use."""
         self._busy.add(slot.number)
         self._all.pop(slot.number, None)
         await run_in_thread(links.remove_slot, slot)
@@ -205,22 +205,22 @@ class SlotPool:
         self._refill_wanted.set()
 
     async def _refill(self) -> None:
-        """Keep ``network.pool`` slots ready, creating one at a time so as not to slow down requests."""
+        """Keep ``network.pool`` slots ready. Creates them one at a time, so that requests are not slowed down."""
         while True:
             await self._refill_wanted.wait()
             self._refill_wanted.clear()
             try:
                 while len(self._ready) < self._network.pool:
-                    self._ready.append(await self._make())
+                    self._ready.append(await self._create())
             except Busy:
-                pass  # No number is free; the next release wakes this task.
+                pass  # All numbers are in use. The next release wakes this task.
             except Exception as error:
                 log.warning("a network slot could not be created", reason=str(error))
                 await asyncio.sleep(_REFILL_RETRY_SECONDS)
                 self._refill_wanted.set()
 
     def _free_number(self) -> int:
-        """Return the number that has been unused longest, so that the host has forgotten its connections."""
+        """Return the number that has been unused for longest, so that the host has forgotten its connections."""
         for step in range(self._capacity):
             number = (self._next + step) % self._capacity
             if number not in self._all and number not in self._busy:
@@ -228,7 +228,7 @@ class SlotPool:
                 return number
         raise Busy(
             f"all {self._capacity} network slots of {self._network.subnet} are in use: remove sandboxes, or "
-            "configure a larger [network] subnet"
+            "set a larger [network] subnet"
         )
 
     def _slot(self, number: int) -> Slot:
@@ -249,9 +249,9 @@ class SlotPool:
     def _prepare_host(self) -> None:
         share_run_netns()
         set_sysctl("net/ipv4/ip_forward", "1")
-        # Remove remains of an older release, whose volume servers had no separate namespace.
+        # Clean up after an older release, whose volume servers did not have a separate namespace.
         links.remove_loopback_address(volume_address(self._network))
 
-    async def _leave_host(self) -> None:
-        await run_in_thread(links.remove_volume_space, self._network)
+    async def _clean_up_host(self) -> None:
+        await run_in_thread(links.remove_volume_namespace, self._network)
         await apply_on_host(empty_table(host_table(self._network)))

@@ -1,7 +1,7 @@
 """Choose the accelerator for this host by booting a stock kernel on KVM.
 
-A `/dev/kvm` that can be opened is not sufficient: nested KVM may open, run the first instructions of a boot loader, and
-then never boot a kernel.
+Opening `/dev/kvm` is not a sufficient test: nested KVM may open, run the first instructions of a boot loader, and then
+never boot a kernel.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ from sandbox_gateway.log import Logger
 _KVM = Path("/dev/kvm")
 _QMP_SECONDS = 30.0
 _SILENT_SECONDS = 8.0
-"""Seconds without output after which a booting kernel counts as hung, because it normally prints all the time."""
+"""Seconds without output after which a booting kernel, which normally prints continuously, counts as hung."""
 _CAPTURE_COMMAND = "xen-save-devices-state"
-_PROOF = re.compile(rb"not syncing: (VFS|No working init)|Unable to mount root|Run /(sbin/)?init as init process")
-"""Text that a kernel without a root file system prints if timers, interrupts and all CPUs work."""
+_BOOTED = re.compile(rb"not syncing: (VFS|No working init)|Unable to mount root|Run /(sbin/)?init as init process")
+"""Messages that a kernel without a root file system prints once timers, interrupts and all CPUs work."""
 
 log = Logger("accel")
 
@@ -41,48 +41,48 @@ class Accel:
     qemu_version: str
     """For example `7.2.22`."""
     reason: str = ""
-    """A sentence that says why this accelerator was chosen."""
+    """Why this accelerator was chosen, as part of a sentence."""
 
 
 async def probe(config: KvmXfs, cache: Path, kernel: Path | None = None) -> Accel:
-    """Check QEMU, then choose the accelerator; with `auto`, by booting ``kernel`` (default: the host's own) on KVM.
+    """Check QEMU and choose the accelerator. With `auto`, boot ``kernel`` (default: the host's own) on KVM as a test.
 
-    The JSON file ``cache`` keeps the result for this QEMU, host kernel and guest kernel; remove the file to probe
-    again. Without a kernel to boot, an earlier result is used, or else TCG.
-    Raises BackendFailed if QEMU is missing or lacks a feature that captures need.
+    The JSON file ``cache`` stores the result for this QEMU, host kernel and guest kernel; remove the file to probe
+    again. Without a kernel to boot, use an earlier result, or else TCG. Raises BackendFailed if QEMU is missing or
+    lacks a feature that captures need.
     """
     version = await _check_qemu(config)
     if config.accelerator == "tcg":
         return Accel("tcg", "max", version, "the configuration requires it")
     if config.accelerator == "kvm":
-        if unusable := _find_kvm_problem():
+        if problem := _find_kvm_problem():
             raise BackendFailed(
-                f"[kvm_xfs] accelerator is kvm, but {unusable}: fix that, or set accelerator to auto or tcg"
+                f"[kvm_xfs] accelerator is kvm, but {problem}: fix this problem, or set accelerator to auto or tcg"
             )
         return Accel("kvm", "host", version, "the configuration requires it")
-    if unusable := _find_kvm_problem():
-        return Accel("tcg", "max", version, unusable)
-    remembered = await asyncio.to_thread(_load_result, cache)
-    here = f"{version} {os.uname().release} "
+    if problem := _find_kvm_problem():
+        return Accel("tcg", "max", version, problem)
+    results = await asyncio.to_thread(_load_results, cache)
+    key_prefix = f"{version} {os.uname().release} "
     kernel = kernel or await asyncio.to_thread(_host_kernel)
     if kernel is None:
-        if any(booted for key, booted in remembered.items() if key.startswith(here)):
+        if any(booted for key, booted in results.items() if key.startswith(key_prefix)):
             return Accel("kvm", "host", version, "a kernel has booted on KVM before")
-        return Accel("tcg", "max", version, "there is no kernel yet to test KVM with")
-    key = here + await asyncio.to_thread(_digest, kernel)
-    if key not in remembered:
-        log.info("trying KVM", kernel=str(kernel), seconds=config.probe_seconds)
-        remembered[key] = await can_boot(config, kernel, accelerator="kvm", cpu_model="host")
-        await asyncio.to_thread(_save_result, cache, remembered)
-    if remembered[key]:
+        return Accel("tcg", "max", version, "no kernel is available yet to test KVM")
+    key = key_prefix + await asyncio.to_thread(_digest, kernel)
+    if key not in results:
+        log.info("testing KVM", kernel=str(kernel), seconds=config.probe_seconds)
+        results[key] = await can_boot(config, kernel, accelerator="kvm", cpu_model="host")
+        await asyncio.to_thread(_save_results, cache, results)
+    if results[key]:
         return Accel("kvm", "host", version, "a kernel booted on KVM")
-    reason = f"/dev/kvm opens, but {kernel} did not boot on it (remove {cache} to try again)"
-    log.warning("KVM does not work here: sandboxes run on TCG, many times slower", reason=reason)
+    reason = f"/dev/kvm can be opened, but {kernel} did not boot on it (remove {cache} to try again)"
+    log.warning("KVM does not work on this host: sandboxes run on TCG, which is many times slower", reason=reason)
     return Accel("tcg", "max", version, reason)
 
 
 async def can_boot(config: KvmXfs, kernel: Path, *, accelerator: str, cpu_model: str) -> bool:
-    """Return whether ``kernel``, started without a disk, looks for its root file system within ``probe_seconds``."""
+    """Boot ``kernel`` without a disk. Return whether it looks for its root file system within ``probe_seconds``."""
     argv = [
         *(config.qemu, "-nodefaults", "-no-user-config", "-display", "none", "-no-reboot"),
         *("-M", config.machine, "-accel", accelerator, "-cpu", cpu_model, "-m", "256", "-serial", "stdio"),
@@ -97,29 +97,29 @@ async def can_boot(config: KvmXfs, kernel: Path, *, accelerator: str, cpu_model:
         start_new_session=True,
     )
     assert process.stdout is not None
-    said = b""
+    output = b""
     try:
         async with asyncio.timeout(config.probe_seconds):
             while chunk := await asyncio.wait_for(process.stdout.read(4096), _SILENT_SECONDS):
-                said = (said + chunk)[-16384:]
-                if _PROOF.search(said):
+                output = (output + chunk)[-16384:]
+                if _BOOTED.search(output):
                     return True
     except TimeoutError:
         pass
     finally:
-        await _end(process)
-    log.info("no guest", accelerator=accelerator, said=said.decode(errors="replace").strip()[-300:])
+        await _kill(process)
+    log.info(
+        "the test kernel did not boot", accelerator=accelerator, output=output.decode(errors="replace").strip()[-300:]
+    )
     return False
 
 
 def _find_kvm_problem() -> str:
-    """Return why KVM cannot be used, without starting a guest; "" if it may work."""
+    """Return why KVM cannot be used, or "" if it may work. Does not start a guest."""
     try:
         os.close(os.open(_KVM, os.O_RDWR | os.O_CLOEXEC))
     except FileNotFoundError:
-        return (
-            f"{_KVM} is missing (no virtualisation in the processor or its firmware, or the kernel's module not loaded)"
-        )
+        return f"{_KVM} is missing (no virtualisation in the processor or its firmware, or no KVM module loaded)"
     except OSError as error:
         return f"{_KVM} cannot be opened ({error.strerror})"
     return ""
@@ -142,36 +142,37 @@ async def _check_qemu(config: KvmXfs) -> str:
             "install a build that has it, such as Debian's or Ubuntu's"
         )
     if config.machine not in machines:
-        near = sorted(name for name in machines if name.startswith("pc-q35-"))
+        supported_types = sorted(name for name in machines if name.startswith("pc-q35-"))
         raise BackendFailed(
             f"QEMU {match[1]} has no machine type {config.machine!r}: set [kvm_xfs] machine to a supported type"
-            + (f" ({', '.join(near[-4:])})" if near else "")
+            + (f" ({', '.join(supported_types[-4:])})" if supported_types else "")
         )
     return match[1]
 
 
 async def _list_features(qemu: str) -> tuple[set[str], set[str]]:
     """Return the QMP commands and the machine types of this QEMU."""
-    asked = ("qmp_capabilities", "query-commands", "query-machines", "quit")
-    script = "".join(json.dumps({"execute": command, "id": command}) + "\n" for command in asked)
+    requests = ("qmp_capabilities", "query-commands", "query-machines", "quit")
+    script = "".join(json.dumps({"execute": command, "id": command}) + "\n" for command in requests)
     argv = [qemu, "-M", "none", "-nodefaults", "-no-user-config", "-display", "none", "-qmp", "stdio"]
-    done = await run_async(argv, timeout=_QMP_SECONDS, input=script)
-    answers: dict[str, Any] = {}
-    for line in done.stdout.splitlines():
+    result = await run_async(argv, timeout=_QMP_SECONDS, input=script)
+    replies: dict[str, Any] = {}
+    for line in result.stdout.splitlines():
         with contextlib.suppress(ValueError):
             message = json.loads(line)
-            answers[message.get("id", "")] = message.get("return")
+            replies[message.get("id", "")] = message.get("return")
     try:
-        commands = {item["name"] for item in answers["query-commands"]}
-        machines = {name for item in answers["query-machines"] for name in (item["name"], item.get("alias")) if name}
+        commands = {item["name"] for item in replies["query-commands"]}
+        machines = {name for item in replies["query-machines"] for name in (item["name"], item.get("alias")) if name}
     except (KeyError, TypeError):
         raise BackendFailed(
-            f"{qemu} did not answer on QMP: {done.stderr.strip()[-300:] or 'it printed nothing'}"
+            f"{qemu} did not answer on QMP ({result.stderr.strip()[-300:] or 'it printed nothing'}): set [kvm_xfs] "
+            "qemu to the path of QEMU"
         ) from None
     return commands, machines
 
 
-async def _end(process: asyncio.subprocess.Process) -> None:
+async def _kill(process: asyncio.subprocess.Process) -> None:
     if process.returncode is None:
         with contextlib.suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)
@@ -179,7 +180,7 @@ async def _end(process: asyncio.subprocess.Process) -> None:
 
 
 def _host_kernel() -> Path | None:
-    """Return the path of the host's own kernel, if it is in the usual place and QEMU can load it."""
+    """Return the path of the host's own kernel if it is in /boot and QEMU can load it, or None."""
     for name in (f"vmlinuz-{os.uname().release}", "vmlinuz"):
         with contextlib.suppress(OSError), (Path("/boot") / name).open("rb") as file:
             file.seek(0x202)
@@ -193,7 +194,7 @@ def _digest(kernel: Path) -> str:
         return hashlib.file_digest(file, "sha256").hexdigest()[:32]
 
 
-def _load_result(cache: Path) -> dict[str, bool]:
+def _load_results(cache: Path) -> dict[str, bool]:
     try:
         data = json.loads(cache.read_text())
     except (OSError, ValueError):
@@ -201,8 +202,8 @@ def _load_result(cache: Path) -> dict[str, bool]:
     return {key: value for key, value in data.items() if isinstance(value, bool)} if isinstance(data, dict) else {}
 
 
-def _save_result(cache: Path, outcome: dict[str, bool]) -> None:
+def _save_results(cache: Path, results: dict[str, bool]) -> None:
     partial = cache.with_name(f".partial-{cache.name}")
     partial.touch(mode=0o600)
-    partial.write_text(json.dumps(outcome, indent=1))
+    partial.write_text(json.dumps(results, indent=1))
     partial.rename(cache)

@@ -1,10 +1,9 @@
-"""Control groups: limits of machines and volume servers, enforced by the host's kernel.
+"""Limit the resources of machines and volume servers with control groups.
 
-One group per machine, `<prefix>-sandboxes/<instance>`, and per server, `<prefix>-volumes/<volume>`, at the top of each
-hierarchy. The groups are not below the gateway's own service, because systemd empties its group when the service ends,
-but machines keep running. Versions 1, 2 and mixtures of both are supported; a missing controller is logged once, and
-its limits are not
-applied.
+Each machine has the group `<prefix>-sandboxes/<instance>`, and each server the group `<prefix>-volumes/<volume>`, at
+the top of each hierarchy. The groups are not below the group of the gateway's service: systemd kills all processes
+there when the service stops, but machines must keep running. cgroup versions 1 and 2 and mixtures of both are
+supported. The limits of a missing controller are not applied; this is logged once.
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ from sandbox_gateway.log import Logger
 CONTROLLERS = ("memory", "cpu", "pids")
 _PERIOD_US = 50_000
 _OWN_CPU = 0.5
-"""CPUs for QEMU's own threads besides the virtual CPUs: if a busy guest delayed them, captures would take longer."""
+"""CPUs for QEMU's own threads, in addition to the virtual CPUs, so that a busy guest does not slow down captures."""
 _OWN_PIDS = 512
 _REMOVE_SECONDS = 0.05
 
@@ -28,16 +27,16 @@ log = Logger("cgroup")
 
 @dataclass(frozen=True)
 class _Hierarchy:
-    """The hierarchy of one controller. Several controllers may share a mount."""
+    """The cgroup hierarchy of one controller. Several controllers may share a mount."""
 
     mount: Path
     version: int
 
 
 class Cgroups:
-    """The groups of one gateway, identified by ``prefix``, for one ``kind`` of process.
+    """Manages the groups of one gateway, identified by ``prefix``, for one ``kind`` of process.
 
-    Missing features of the host never raise an error.
+    A feature that the host lacks never causes an error.
     """
 
     def __init__(self, prefix: str, kind: str = "sandboxes", *, mountinfo: Path = Path("/proc/self/mountinfo")) -> None:
@@ -45,14 +44,14 @@ class Cgroups:
         self._name = f"{prefix}-{kind}"
         self._hierarchies = _hierarchies(mountinfo)
         self._warned: set[str] = set()
-        self._left: set[str] = set()
+        self._busy_instances: set[str] = set()
         for controller in CONTROLLERS:
             if controller not in self._hierarchies:
-                self._warn_once(controller, "the host has no such cgroup controller")
+                self._warn_once(controller, "the host does not have this cgroup controller")
 
     def place(self, instance: str, pid: int, *, memory_mb: int, cpus: float) -> None:
-        """Put process ``pid`` with all its threads under limits: MiB of memory, CPUs (plus half a CPU for QEMU)."""
-        self._retry_left()
+        """Limit the process ``pid`` to ``memory_mb`` MiB of memory and ``cpus`` CPUs plus half a CPU for QEMU."""
+        self._retry_removals()
         for controller, hierarchy in self._hierarchies.items():
             try:
                 self._prepare(controller, hierarchy)
@@ -62,33 +61,33 @@ class Cgroups:
                     (group / file).write_text(value)
                 (group / "cgroup.procs").write_text(str(pid))
             except ProcessLookupError:
-                return  # The process has ended; its watcher reports that.
+                return  # The process has ended, which its watcher reports.
             except OSError as error:
                 self._warn_once(controller, f"{error.strerror} ({error.filename})")
 
     def remove(self, instance: str) -> None:
-        """Remove the groups of a machine that has ended. A later call removes groups that are still busy."""
-        self._retry_left()
+        """Remove the groups of a machine that has ended. If a group is still busy, a later call removes it."""
+        self._retry_removals()
         if not self._try_remove(instance, time.monotonic() + _REMOVE_SECONDS):
-            self._left.add(instance)
+            self._busy_instances.add(instance)
         self._remove_empty_roots()
 
     def sweep(self, keep: set[str]) -> None:
-        """Remove the groups of machines that are not in ``keep``. Groups with processes remain."""
-        found = {
+        """Remove the groups of machines that are not in ``keep``. Groups that contain processes remain."""
+        unknown_instances = {
             group.name
             for root in self._roots()
             if root.is_dir()
             for group in root.iterdir()
             if group.is_dir() and group.name not in keep
         }
-        for instance in sorted(found):
+        for instance in sorted(unknown_instances):
             if not self._try_remove(instance, time.monotonic()):
                 log.warning("a control group is not empty", instance=instance)
         self._remove_empty_roots()
 
     def memory_bytes(self, instance: str) -> int | None:
-        """Return the memory charged to the machine, including page cache; None if unknown."""
+        """Return the bytes of memory charged to the machine, including page cache, or None if they are unknown."""
         hierarchy = self._hierarchies.get("memory")
         if hierarchy is None:
             return None
@@ -99,7 +98,7 @@ class Cgroups:
             return None
 
     def _prepare(self, controller: str, hierarchy: _Hierarchy) -> None:
-        """Create the root group. On version 2, also enable the controller in it and for its children."""
+        """Create the root group. In version 2, also enable the controller for the groups below it."""
         root = hierarchy.mount / self._name
         root.mkdir(exist_ok=True)
         if hierarchy.version == 2:
@@ -116,19 +115,20 @@ class Cgroups:
             with contextlib.suppress(OSError):
                 root.rmdir()
 
-    def _retry_left(self) -> None:
-        self._left = {instance for instance in self._left if not self._try_remove(instance, time.monotonic())}
+    def _retry_removals(self) -> None:
+        now = time.monotonic()
+        self._busy_instances = {instance for instance in self._busy_instances if not self._try_remove(instance, now)}
 
-    def _try_remove(self, instance: str, until: float) -> bool:
-        """Remove the groups of ``instance``.
+    def _try_remove(self, instance: str, deadline: float) -> bool:
+        """Remove the groups of ``instance``. Returns whether all were removed.
 
-        Retries until the time ``until``, because a process leaves its group after its end.
+        Retries until ``deadline``, because a process leaves its group only some time after it has ended.
         """
-        waiting = {root / instance for root in self._roots()}
+        remaining = {root / instance for root in self._roots()}
         while True:
-            waiting = {group for group in waiting if not _remove_group(group)}
-            if not waiting or time.monotonic() >= until:
-                return not waiting
+            remaining = {group for group in remaining if not _remove_group(group)}
+            if not remaining or time.monotonic() >= deadline:
+                return not remaining
             time.sleep(0.005)
 
     def _warn_once(self, controller: str, reason: str) -> None:
@@ -148,7 +148,7 @@ def _remove_group(group: Path) -> bool:
 
 
 def _limits(controller: str, version: int, memory_mb: int, cpus: float) -> dict[str, str]:
-    """Return file names and their contents, in the order in which they must be written."""
+    """Return the files to write and their contents, in the required order."""
     quota = str(int((cpus + _OWN_CPU) * _PERIOD_US))
     if controller == "memory":
         return {"memory.max" if version == 2 else "memory.limit_in_bytes": str(memory_mb << 20)}
@@ -160,17 +160,17 @@ def _limits(controller: str, version: int, memory_mb: int, cpus: float) -> dict[
 
 
 def _hierarchies(mountinfo: Path) -> dict[str, _Hierarchy]:
-    """Find the hierarchy of each controller: its version 1 hierarchy if there is one, else version 2."""
-    first: dict[str, _Hierarchy] = {}
-    second: dict[str, _Hierarchy] = {}
+    """Return the hierarchy of each controller: that of version 1 if it has one, otherwise that of version 2."""
+    version_1: dict[str, _Hierarchy] = {}
+    version_2: dict[str, _Hierarchy] = {}
     for line in mountinfo.read_text().splitlines():
         fields = line.split()
         kind, options = fields[fields.index("-") + 1], fields[-1].split(",")
         mount = Path(fields[4])
         if kind == "cgroup":
-            first.update({name: _Hierarchy(mount, 1) for name in CONTROLLERS if name in options})
+            version_1.update({name: _Hierarchy(mount, 1) for name in CONTROLLERS if name in options})
         elif kind == "cgroup2":
             with contextlib.suppress(OSError):
-                offered = (mount / "cgroup.controllers").read_text().split()
-                second.update({name: _Hierarchy(mount, 2) for name in CONTROLLERS if name in offered})
-    return second | first
+                available_controllers = (mount / "cgroup.controllers").read_text().split()
+                version_2.update({name: _Hierarchy(mount, 2) for name in CONTROLLERS if name in available_controllers})
+    return version_2 | version_1

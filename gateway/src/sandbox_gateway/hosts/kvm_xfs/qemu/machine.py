@@ -1,4 +1,4 @@
-"""One QEMU process: its monitor (QMP), its log and its end."""
+"""Control one QEMU process: send commands to its monitor (QMP), read its log, and notice when it ends."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from qemu.qmp import ExecuteError, QMPClient, QMPError
 from sandbox_gateway.errors import BackendFailed, Timeout
 from sandbox_gateway.hosts.kvm_xfs.image.layout import Instance
 from sandbox_gateway.hosts.kvm_xfs.qemu.bounded_log import create_log, open_log_of, read_log
-from sandbox_gateway.hosts.kvm_xfs.qemu.command_line import Shape, arguments
+from sandbox_gateway.hosts.kvm_xfs.qemu.command_line import MachineSpec, arguments
 from sandbox_gateway.hosts.kvm_xfs.qemu.processes import start_in
 from sandbox_gateway.hosts.kvm_xfs.qemu.sockets import connect_to, listen_at
 from sandbox_gateway.log import Logger
@@ -29,23 +29,23 @@ _TAIL = 500
 
 
 class Machine:
-    """A running QEMU, started by this gateway or by an earlier one."""
+    """A QEMU process, started by this gateway or by an earlier one."""
 
     def __init__(self, pid: int, files: Instance, line: socket.socket | None = None, log: int = -1) -> None:
-        """Watch a process. ``log``: QEMU's log, which ``forget`` closes; default: the running process's log."""
+        """Watch a process. ``log``: descriptor of its log, which ``forget`` closes; opened here by default."""
         self.pid = pid
         self.files = files
         self.line = line
-        """The gateway's end of the serial line to the agent; ``forget`` closes it, which the agent notices.
+        """The gateway's end of the serial line to the agent. None if an earlier gateway started the machine.
 
-        None for a machine that an earlier gateway started.
+        ``forget`` closes it, which the agent notices.
         """
         self._log = log
         if log < 0:
             with contextlib.suppress(OSError):
                 self._log = open_log_of(pid)
         self._final_log = ""
-        """The log's tail, kept when the machine ends."""
+        """The tail of the log, saved when the machine ends."""
         self._qmp: QMPClient | None = None
         self._qmp_lock = asyncio.Lock()
         self._pidfd = os.pidfd_open(pid)
@@ -54,12 +54,12 @@ class Machine:
         asyncio.get_running_loop().add_reader(self._pidfd, self._on_end)
 
     @classmethod
-    async def spawn(cls, shape: Shape, files: Instance, *, state: Path | None) -> Machine:
+    async def spawn(cls, spec: MachineSpec, files: Instance, *, state: Path | None) -> Machine:
         """Start QEMU in its network namespace. QEMU outlives the gateway. Raises BackendFailed on failure.
 
-        If the caller is cancelled, no process remains.
+        If the caller is cancelled, the process is killed.
         """
-        work = asyncio.ensure_future(cls._spawn(shape, files, state))
+        work = asyncio.ensure_future(cls._spawn(spec, files, state))
         try:
             return await finish_despite_cancellation(work)
         except asyncio.CancelledError:
@@ -68,17 +68,17 @@ class Machine:
             raise
 
     @classmethod
-    async def _spawn(cls, shape: Shape, files: Instance, state: Path | None) -> Machine:
+    async def _spawn(cls, spec: MachineSpec, files: Instance, state: Path | None) -> Machine:
         listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_CLOEXEC)
-        line, theirs = socket.socketpair()
+        line, qemu_line = socket.socketpair()
         output = create_log()
         try:
-            with listener, theirs, contextlib.ExitStack() as stack:
+            with listener, qemu_line, contextlib.ExitStack() as stack:
                 listen_at(listener, files.qmp)
                 state_fd = stack.enter_context(state.open("rb")).fileno() if state else None
-                argv = arguments(shape, files, qmp_fd=listener.fileno(), line_fd=theirs.fileno(), state_fd=state_fd)
-                pass_fds = [listener.fileno(), theirs.fileno(), *([] if state_fd is None else [state_fd])]
-                pid = await asyncio.to_thread(start_in, shape.netns, argv, pass_fds, output)
+                argv = arguments(spec, files, qmp_fd=listener.fileno(), line_fd=qemu_line.fileno(), state_fd=state_fd)
+                pass_fds = [listener.fileno(), qemu_line.fileno(), *([] if state_fd is None else [state_fd])]
+                pid = await asyncio.to_thread(start_in, spec.netns, argv, pass_fds, output)
         except BaseException:
             line.close()
             os.close(output)
@@ -90,11 +90,11 @@ class Machine:
         self._callbacks.append(callback)
 
     @property
-    def ended(self) -> bool:
+    def has_ended(self) -> bool:
         return self._ended.is_set()
 
     async def execute(self, command: str, arguments: dict[str, object] | None = None) -> object:
-        """Run a QMP command. Raises BackendFailed with QEMU's message, Timeout after QMP_SECONDS."""
+        """Run a QMP command and return its result. Raises BackendFailed with QEMU's message, or Timeout."""
         try:
             async with asyncio.timeout(QMP_SECONDS):
                 client = await self._client()
@@ -107,7 +107,7 @@ class Machine:
             raise BackendFailed(f"QEMU ended during {command}: {error}{self.log_tail()}") from None
 
     async def is_line_open(self) -> bool:
-        """Return whether a process in the machine listens on the line."""
+        """Return whether a process in the machine has opened the serial line."""
         devices = cast("list[dict[str, object]]", await self.execute("query-chardev"))
         return any(device["label"] == "line" and device["frontend-open"] for device in devices)
 
@@ -120,73 +120,75 @@ class Machine:
     async def continue_if_stopped(self) -> bool:
         """Resume the machine if it is stopped. Returns whether it was stopped."""
         status = cast("dict[str, str]", await self.execute("query-status"))["status"]
-        stopped = status in ("paused", "io-error")  # io-error: no space was left for its disk
+        stopped = status in ("paused", "io-error")  # io-error: the host had no space left for the disk
         if stopped:
             await self.cont()
         return stopped
 
     async def save_devices(self, filename: str) -> None:
-        """Write the device state (not RAM) of the stopped machine to ``filename``, a name that ``lent`` yields."""
-        # live=False: QEMU keeps the disk. With live=True it would release the disk, as for a migration.
+        """Write the device state (not RAM) of the stopped machine to ``filename``, a name that ``added_fd`` yields."""
+        # live=False: QEMU continues to use the disk. With live=True it would release the disk, as for a migration.
         await self.execute("xen-save-devices-state", {"filename": filename, "live": False})
 
     @contextlib.asynccontextmanager
-    async def lent(self, descriptor: int) -> AsyncIterator[str]:
-        """Lend an open file to QEMU, which may lack permission to open it. Yields the file's name in QEMU."""
+    async def added_fd(self, descriptor: int) -> AsyncIterator[str]:
+        """Pass an open file to QEMU, which may lack permission to open it. Yields the name of the file in QEMU."""
         client = await self._client()
         client.send_fd_scm(descriptor)
-        lent = cast("dict[str, int]", await self.execute("add-fd"))
+        fdset = cast("dict[str, int]", await self.execute("add-fd"))["fdset-id"]
         try:
-            yield f"/dev/fdset/{lent['fdset-id']}"
+            yield f"/dev/fdset/{fdset}"
         finally:
             with contextlib.suppress(BackendFailed, Timeout):
-                await self.execute("remove-fd", {"fdset-id": lent["fdset-id"]})
+                await self.execute("remove-fd", {"fdset-id": fdset})
 
     async def console(self) -> str:
-        """Return the tail of the guest's serial console."""
+        """Return the tail of the guest's serial console, or "" if QEMU does not answer."""
         with contextlib.suppress(BackendFailed, Timeout):
             return str(await self.execute("ringbuf-read", {"device": "console", "size": 16384}))
         return ""
 
     def memory_bytes(self) -> int:
-        """Return the memory of the process in bytes, including its share of shared pages."""
+        """Return the bytes of memory that the process uses, including its share of shared pages."""
         for line in Path(f"/proc/{self.pid}/smaps_rollup").read_text().splitlines():
             if line.startswith("Pss:"):
                 return int(line.split()[1]) * 1024
         return 0
 
     def log_tail(self) -> str:
-        """Return the tail of QEMU's log, as the end of a sentence."""
+        """Return the tail of QEMU's log in parentheses, to append to a sentence, or "" if the log is empty."""
         text = self._final_log if self._log < 0 else _tail_of(self._log)
         return f" ({text})" if text else ""
 
     async def connect(self) -> None:
-        """Connect to the monitor in advance."""
+        """Connect to the monitor in advance, so that the first command is fast."""
         async with asyncio.timeout(QMP_SECONDS):
             await self._client()
 
     async def kill(self, seconds: float = 10) -> None:
-        """Kill the process and wait for its end. Raises Timeout if it does not end."""
+        """Kill the process and wait until it has ended. Raises Timeout."""
         await self.detach()
-        if self.ended:
+        if self.has_ended:
             return
         with contextlib.suppress(ProcessLookupError):
             signal.pidfd_send_signal(self._pidfd, signal.SIGKILL)
         try:
-            await asyncio.wait_for(self._ended.wait(), seconds)
+            async with asyncio.timeout(seconds):
+                await self._ended.wait()
         except TimeoutError:
             raise Timeout(f"QEMU process {self.pid} did not end within {seconds:g} s of SIGKILL") from None
 
     async def detach(self) -> None:
-        """Close the monitor. The machine keeps running."""
+        """Close the connection to the monitor. The machine keeps running."""
         client, self._qmp = self._qmp, None
         if client is not None:
             # If the machine has ended and closed the connection, disconnect() raises one of these.
             with contextlib.suppress(QMPError, OSError, EOFError, TimeoutError):
-                await asyncio.wait_for(client.disconnect(), 2)
+                async with asyncio.timeout(2):
+                    await client.disconnect()
 
     def forget(self) -> None:
-        """Stop watching the process. The tail of its log is kept."""
+        """Stop watching the process, and save the tail of its log."""
         if self._pidfd >= 0:
             asyncio.get_running_loop().remove_reader(self._pidfd)
             os.close(self._pidfd)
@@ -202,9 +204,9 @@ class Machine:
         async with self._qmp_lock:
             if self._qmp is None:
                 client = QMPClient(self.files.directory.name)
-                # The client would keep every event, and a guest can cause events, for example by setting its clock.
+                # The client would store every event, and a guest can cause events, for example by setting its clock.
                 client.events.event_filter = _reject
-                # connect() takes a path of at most 107 bytes, or a connected socket.
+                # connect() accepts a path of at most 107 bytes, or a connected socket.
                 await client.connect(connect_to(self.files.qmp))
                 self._qmp = client
             return self._qmp

@@ -9,11 +9,11 @@ from pathlib import Path
 
 from sandbox_gateway.command import child_environment
 from sandbox_gateway.errors import BackendFailed
-from sandbox_gateway.hosts.kvm_xfs.network.namespaces import entered
+from sandbox_gateway.hosts.kvm_xfs.network.namespaces import in_namespace
 
 
 def list_running(root: str) -> Iterator[tuple[int, str, Path]]:
-    """Yield the QEMU processes whose memory file is below ``root``: (pid, label, memory path)."""
+    """Yield (pid, label, path of the memory file) of each QEMU process whose memory file is below ``root``."""
     for entry in Path("/proc").iterdir():
         if not entry.name.isdigit():
             continue
@@ -26,8 +26,8 @@ def list_running(root: str) -> Iterator[tuple[int, str, Path]]:
 
 
 def start_in(namespace: Path, argv: list[str], pass_fds: list[int], output: int) -> int:
-    """Start a process in a network namespace and return its pid. The calling thread enters the namespace."""
-    with entered(namespace):
+    """Start a process in a network namespace and return its pid. The calling thread enters the namespace meanwhile."""
+    with in_namespace(namespace):
         try:
             process = subprocess.Popen(
                 argv,
@@ -43,6 +43,6 @@ def start_in(namespace: Path, argv: list[str], pass_fds: list[int], output: int)
             raise BackendFailed(
                 f"{argv[0]} is not installed: install qemu-system-x86, or run the kvm_xfs_host role"
             ) from None
-    # The pidfd reaps the child: subprocess must not warn that it has not ended.
+    # The owner of the pidfd reaps the child. Setting this stops subprocess from warning that it still runs.
     process.returncode = 0
     return process.pid

@@ -1,6 +1,6 @@
 """Use Unix sockets at paths of any length.
 
-An address has at most 107 bytes, but paths below the state root may be longer.
+The address of a Unix socket is at most 107 bytes long, but paths below the state root may be longer.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from pathlib import Path
 def listen_at(listener: socket.socket, path: Path) -> None:
     """Make ``listener`` listen at ``path``, accessible only to root."""
     path.unlink(missing_ok=True)
-    with _shortened(path.parent) as parent:
+    with _short_path(path.parent) as parent:
         listener.bind(f"{parent}/{path.name}")
     path.chmod(0o600)
     listener.listen(4)
@@ -25,7 +25,7 @@ def connect_to(path: Path) -> socket.socket:
     """Connect to the socket at ``path`` and return the non-blocking connection. Raises OSError."""
     client = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_CLOEXEC)
     try:
-        with _shortened(path.parent) as parent:
+        with _short_path(path.parent) as parent:
             client.connect(f"{parent}/{path.name}")
     except OSError:
         client.close()
@@ -35,8 +35,8 @@ def connect_to(path: Path) -> socket.socket:
 
 
 @contextlib.contextmanager
-def _shortened(directory: Path) -> Iterator[str]:
-    """Yield a short path of ``directory``."""
+def _short_path(directory: Path) -> Iterator[str]:
+    """Yield a short path to ``directory``, which is valid inside this context."""
     descriptor = os.open(directory, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
         yield f"/proc/self/fd/{descriptor}"

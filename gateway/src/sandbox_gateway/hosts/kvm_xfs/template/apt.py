@@ -11,10 +11,10 @@ from sandbox_gateway.command import run_async
 
 
 def host_sources(suite: str, etc_apt: Path = Path("/etc/apt")) -> str:
-    """Return the host's own APT sources of the distribution's ``suite``, in deb822 format; "" if there are none.
+    """Return the host's APT sources for ``suite`` of the distribution, in deb822 format, or "" if there are none.
 
-    Only entries with component `main` count: a vendor's repository may have a suite of the same name. The files are
-    parsed here because `apt-get indextargets` omits Signed-By.
+    Only entries with the component `main` count, because a vendor's repository may have a suite of the same name. The
+    files are parsed here because `apt-get indextargets` omits Signed-By.
     """
     files = [etc_apt / "sources.list", *sorted((etc_apt / "sources.list.d").glob("*"))]
     stanzas: list[dict[str, str]] = []
@@ -22,16 +22,16 @@ def host_sources(suite: str, etc_apt: Path = Path("/etc/apt")) -> str:
         with contextlib.suppress(OSError):
             text = file.read_text(errors="replace")
             stanzas += _deb822(text) if file.suffix == ".sources" else _one_line(text) if file.suffix == ".list" else []
-    wanted = {suite, f"{suite}-updates", f"{suite}-security", f"{suite}/updates"}
-    kept = []
+    names = {suite, f"{suite}-updates", f"{suite}-security", f"{suite}/updates"}
+    matching_stanzas = []
     for stanza in stanzas:
-        suites = [word for word in stanza.get("Suites", "").split() if word in wanted]
+        suites = [word for word in stanza.get("Suites", "").split() if word in names]
         usable = "deb" in stanza.get("Types", "").split() and stanza.get("Enabled", "yes").strip().lower() != "no"
         if suites and usable and "main" in stanza.get("Components", "").split():
-            kept.append({**stanza, "Types": "deb", "Suites": " ".join(suites)})
-    if not any(suite in stanza["Suites"].split() for stanza in kept):
+            matching_stanzas.append({**stanza, "Types": "deb", "Suites": " ".join(suites)})
+    if not any(suite in stanza["Suites"].split() for stanza in matching_stanzas):
         return ""
-    return "\n".join("".join(f"{key}: {value}\n" for key, value in stanza.items()) for stanza in kept)
+    return "\n".join("".join(f"{key}: {value}\n" for key, value in stanza.items()) for stanza in matching_stanzas)
 
 
 def _deb822(text: str) -> list[dict[str, str]]:
@@ -79,5 +79,5 @@ async def apt_options() -> list[str]:
     if shutil.which("apt-config") is None:
         return []
     dump = await run_async(["apt-config", "dump"], timeout=30, check=False)
-    wanted = re.compile(r"^Acquire::((http|https)::Proxy|Check-Valid-Until|Check-Date) ", re.IGNORECASE)
-    return [line.rstrip(";") for line in dump.stdout.splitlines() if wanted.match(line)]
+    pattern = re.compile(r"^Acquire::((http|https)::Proxy|Check-Valid-Until|Check-Date) ", re.IGNORECASE)
+    return [line.rstrip(";") for line in dump.stdout.splitlines() if pattern.match(line)]

@@ -1,8 +1,8 @@
 """Build the file system of a template before its first boot: an ext4 image, a kernel and an initrd from a recipe.
 
-Nothing is mounted on the host, and no program of the tree runs outside a private mount and process namespace. Files of
-a foreign tree are read, never executed; paths inside it resolve as in the guest, so that a symbolic link to `/etc`
-refers to the guest's.
+The build mounts nothing on the host. Programs of the tree run only in private mount and process namespaces. Files of a
+foreign tree are read, never executed. Paths in the tree are resolved as in the guest: a symbolic link to `/etc` leads
+to the guest's `/etc`.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ from sandbox_gateway.hosts.kvm_xfs.template.guest_setup import set_up_guest
 from sandbox_gateway.hosts.rootfs_common import (
     Tree,
     agent_package,
-    as_gateway_error,
     compile_agent,
-    compile_agent_of_foreign,
-    kind_of,
+    compile_agent_in_foreign_tree,
+    file_kind,
     python_minor,
     remove_tree,
     stream,
+    to_gateway_error,
 )
 from sandbox_gateway.recipes import Recipe, Source
 
@@ -42,12 +42,11 @@ async def build_rootfs(
     log: Log,
     agent: Path | None = None,
 ) -> None:
-    """Build ``recipe`` into ``image`` (sparse ext4 of ``disk_mb``), ``kernel`` and ``initrd``; needs root.
+    """Build ``image`` (a sparse ext4 image), ``kernel`` and ``initrd`` from ``recipe``. Needs root.
 
-    ``agent``: directory of the agent's package; default: the agent installed with the gateway. All three files
-    are created atomically; until then they are in a `.partial-rootfs-*` directory beside ``image``. Raises Invalid
-    if the recipe's tree cannot be a sandbox or does not fit its disk, NoSpace if the host's disk is full,
-    BackendFailed if a tool fails.
+    ``agent``: directory of the agent's package; default: the agent installed with the gateway. Each file is built in a
+    `.partial-rootfs-*` directory beside ``image`` and then renamed. Raises Invalid if the recipe's tree is unsuitable
+    for a sandbox or does not fit its disk, NoSpace if the host's disk is full, BackendFailed if a tool fails.
     """
     agent = agent or agent_package()
     work = image.parent / f"{PARTIAL}{secrets.token_hex(4)}"
@@ -65,13 +64,13 @@ async def build_rootfs(
         await make_image(tree, work / "image", recipe.resources.disk_mb, log)
         await asyncio.to_thread(_move_results, work, boot, image, kernel, initrd)
     except OSError as error:
-        raise as_gateway_error(error, "building the file system") from error
+        raise to_gateway_error(error, "building the file system") from error
     finally:
         await remove_tree(work)
 
 
 async def _unpack_source(source: Path, tree: Path, log: Log) -> None:
-    kind = await asyncio.to_thread(kind_of, source)
+    kind = await asyncio.to_thread(file_kind, source)
     if kind == "directory":
         if await asyncio.to_thread(lambda: tree.resolve().is_relative_to(source.resolve())):
             raise Invalid(
@@ -88,12 +87,12 @@ async def _unpack_source(source: Path, tree: Path, log: Log) -> None:
 
 async def _compile_agent(source: Source, tree: Path, log: Log) -> None:
     if source is Source.DEBOOTSTRAP:
-        # The tree consists of Debian's packages, so the interpreter is Debian's own.
+        # All files of the tree are from Debian's packages, so its interpreter can be trusted.
         namespaces = ("--mount", "--propagation", "slave", "--pid", "--net")
         inside = ("unshare", *namespaces, "--fork", "--kill-child", "chroot", str(tree))
         await compile_agent([*inside, "/usr/bin/python3", "-I", "-S"], ["/opt/sandbox_agent"], log)
-    elif python_minor(Tree(tree), Tree(tree).real("/usr/bin/python3").name) == sys.version_info.minor:
-        await compile_agent_of_foreign(tree, log)
+    elif python_minor(Tree(tree), Tree(tree).resolve("/usr/bin/python3").name) == sys.version_info.minor:
+        await compile_agent_in_foreign_tree(tree, log)
 
 
 def _move_results(work: Path, boot: tuple[Path, Path], image: Path, kernel: Path, initrd: Path) -> None:

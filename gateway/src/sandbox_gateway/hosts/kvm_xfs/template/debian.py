@@ -31,44 +31,44 @@ _building: dict[Path, asyncio.Lock] = {}
 
 
 async def unpack_debian(recipe: Recipe, tree: Path, work: Path, cache_root: Path, log: Log) -> None:
-    """Unpack the recipe's Debian into ``tree``. Builds it first if it is not in ``cache_root``."""
+    """Unpack the Debian tree of a recipe into ``tree``. Builds it first if ``cache_root`` does not contain it."""
     mirrors = _mirrors(recipe, work)
     packages = _packages(recipe)
     options = await apt_options()
     digest = _digest(recipe.suite, packages, options, [_text(mirror) for mirror in mirrors])
-    cached = cache_root / f"rootfs-{digest}.tar"
-    async with _building.setdefault(cached, asyncio.Lock()):
-        if cached.is_file():
-            log(f"using the cached root file system ({cached.name})")
+    cached_tarball = cache_root / f"rootfs-{digest}.tar"
+    async with _building.setdefault(cached_tarball, asyncio.Lock()):
+        if cached_tarball.is_file():
+            log(f"using the cached root file system ({cached_tarball.name})")
         else:
             await debootstrap(recipe.suite, packages, options, mirrors, work, log)
-            await asyncio.to_thread(_commit_tarball, work / "rootfs.tar", cached)
-    _building.pop(cached, None)
+            await asyncio.to_thread(_commit_tarball, work / "rootfs.tar", cached_tarball)
+    _building.pop(cached_tarball, None)
     log("unpacking the root file system")
-    await untar(cached, tree)
+    await untar(cached_tarball, tree)
 
 
 def _packages(recipe: Recipe) -> list[str]:
     kernel = guest_files.kernel_package(platform.machine())
     if kernel is None:
         raise Invalid(
-            f"this host's architecture {platform.machine()} has no debootstrap support: use 'from: rootfs' "
-            "with a tree built elsewhere"
+            f"'from: debootstrap' does not support this host's architecture {platform.machine()}: use 'from: rootfs' "
+            "with a tree that was built elsewhere"
         )
     return sorted({*guest_files.read_lines("packages.txt"), kernel, *recipe.packages})
 
 
 def _mirrors(recipe: Recipe, work: Path) -> list[str]:
-    """Return mmdebstrap's MIRROR arguments; empty for its default mirror of the suite."""
-    given = [line.strip() for line in recipe.mirror.splitlines() if line.strip()]
-    for line in given:
+    """Return mmdebstrap's MIRROR arguments. An empty list means its default mirror of the suite."""
+    configured_mirrors = [line.strip() for line in recipe.mirror.splitlines() if line.strip()]
+    for line in configured_mirrors:
         if not (line.startswith("deb ") or re.match(r"[a-z+]+:/", line)):
             raise Invalid(
                 f"the mirror {line!r} is not valid: use a URI ('http://host/debian') or a line for "
                 "sources.list ('deb [signed-by=…] …')"
             )
-    if given:
-        return given
+    if configured_mirrors:
+        return configured_mirrors
     text = host_sources(recipe.suite)
     if not text:
         return []
@@ -86,10 +86,10 @@ def _text(mirror: str) -> str:
 
 
 def _digest(suite: str, packages: list[str], options: list[str], mirrors: list[str]) -> str:
-    made_of = [_CACHE_VERSION, suite, packages, options, mirrors, guest_files.initramfs_files(), _dpkg_options()]
+    inputs = [_CACHE_VERSION, suite, packages, options, mirrors, guest_files.initramfs_files(), _dpkg_options()]
     if any(map(_CREDENTIALS.search, options)):
-        made_of.append("without passwords")  # Distinguishes these trees from the trees of older releases.
-    return hashlib.sha256(json.dumps(made_of).encode()).hexdigest()[:32]
+        inputs.append("without passwords")  # Distinguishes these trees from those of older releases.
+    return hashlib.sha256(json.dumps(inputs).encode()).hexdigest()[:32]
 
 
 async def debootstrap(
@@ -105,7 +105,7 @@ async def debootstrap(
         file.write_text(text)
         file.chmod(0o755 if text.startswith("#!") else 0o644)
     argv = [
-        # In its own namespaces, mmdebstrap's mounts and processes end with it, and mounts of the host do not stay busy.
+        # In its own namespaces, mmdebstrap's mounts and processes end with it and do not keep mounts of the host busy.
         *("unshare", "--mount", "--propagation", "slave", "--pid", "--fork", "--kill-child"),
         *("mmdebstrap", "--verbose", "--mode=root", "--variant=minbase", "--format=tar"),
         f"--include={','.join(packages)}",
@@ -122,8 +122,11 @@ async def debootstrap(
 
 
 def _apt_arguments(options: list[str], work: Path) -> list[str]:
-    """Return arguments that pass APT's options. Options with a password are kept out of command lines, which every user
-    of the host can read, and out of the tree, which every sandbox can read."""
+    """Return arguments that pass APT's options.
+
+    Options with a password are passed in a file, because every user of the host can read command lines. The file is
+    removed from the tree, because every sandbox can read the tree.
+    """
     secret = [option for option in options if _CREDENTIALS.search(option)]
     arguments = [f"--aptopt={option}" for option in options if option not in secret]
     if secret:
@@ -136,46 +139,46 @@ def _apt_arguments(options: list[str], work: Path) -> list[str]:
 
 
 def _keyrings(mirrors: list[str]) -> list[str]:
-    """Return hooks that copy keyrings not installed by any Debian package, so that APT also works in the tree."""
-    named = {
+    """Return hooks that copy keyrings that no Debian package installs, so that APT also works in the tree."""
+    keyrings = {
         path
         for mirror in mirrors
         for path in re.findall(r"(?:Signed-By:|signed-by=)\s*(/[^\s\],]+)", _text(mirror), re.IGNORECASE)
         if not path.startswith("/usr/share/keyrings/debian-") and Path(path).is_file()
     }
     hooks = []
-    for path in sorted(named):
+    for path in sorted(keyrings):
         hooks += [f'--essential-hook=mkdir -p "$1{Path(path).parent}"', f"--essential-hook=upload {path} {path}"]
     return hooks
 
 
 def _is_worth_logging(line: str) -> bool:
-    # The download is "unsandboxed" because no other user may read the working directory.
-    ours = line.startswith("I: running --") or "performed unsandboxed" in line
-    return line.startswith(("I: ", "W: ", "E: ", "Setting up ")) and not ours
+    # The download is "unsandboxed" because other users may not read the working directory.
+    is_expected = line.startswith("I: running --") or "performed unsandboxed" in line
+    return line.startswith(("I: ", "W: ", "E: ", "Setting up ")) and not is_expected
 
 
-def _commit_tarball(made: Path, cached: Path) -> None:
-    cached.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-    made.chmod(0o600)
-    for left in cached.parent.glob(f"{PARTIAL}*"):
+def _commit_tarball(tarball: Path, cached_tarball: Path) -> None:
+    cached_tarball.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+    tarball.chmod(0o600)
+    for partial in cached_tarball.parent.glob(f"{PARTIAL}*"):
         with contextlib.suppress(OSError):
-            if time.time() - left.stat().st_mtime > _STALE_SECONDS:
-                left.unlink()
+            if time.time() - partial.stat().st_mtime > _STALE_SECONDS:
+                partial.unlink()
     try:
-        made.rename(cached)
+        tarball.rename(cached_tarball)
     except OSError:
-        partial = cached.parent / f"{PARTIAL}{secrets.token_hex(4)}"
+        partial = cached_tarball.parent / f"{PARTIAL}{secrets.token_hex(4)}"
         try:
             partial.touch(mode=0o600)
-            shutil.copyfile(made, partial)
-            partial.rename(cached)
+            shutil.copyfile(tarball, partial)
+            partial.rename(cached_tarball)
         finally:
             partial.unlink(missing_ok=True)
 
 
 async def untar(tarball: Path, tree: Path) -> None:
-    """Unpack a foreign tarball below ``tree``, and nowhere else."""
+    """Unpack a foreign tarball into ``tree``. It cannot write files elsewhere."""
     # GNU tar refuses '..', strips the leading '/', creates symbolic links last, and detects compression.
     argv = [
         *("tar", "--extract", "--file", str(tarball), "--directory", str(tree)),

@@ -16,7 +16,7 @@ _JOURNAL_MB = 16
 
 
 async def make_image(tree: Path, image: Path, disk_mb: int, log: Log) -> None:
-    """Create ``image`` with ``disk_mb`` MiB. Raises Invalid if the tree does not fit, NoSpace, BackendFailed."""
+    """Create ``image`` with ``disk_mb`` MiB. Raises Invalid if the tree does not fit, NoSpace or BackendFailed."""
     log(f"creating the disk image ({disk_mb} MiB)")
     with image.open("xb") as file:
         os.fchmod(file.fileno(), 0o600)
@@ -24,35 +24,36 @@ async def make_image(tree: Path, image: Path, disk_mb: int, log: Log) -> None:
     journal = min(_JOURNAL_MB, max(4, disk_mb // 64))
     argv = [
         *("mke2fs", "-q", "-F", "-t", "ext4", "-b", "4096", "-m", "0", "-L", "root", "-d", str(tree)),
-        # Initialise everything now (holes read as zeros), so that no kernel thread writes to it after the first mount.
+        # Initialise everything now (holes read as zeros), so that no kernel thread does so after the first mount.
         *("-E", "lazy_itable_init=0,lazy_journal_init=0,discard", "-J", f"size={journal}"),
         str(image),
     ]
-    done = await run_async(argv, timeout=STEP_SECONDS, check=False)
-    if done.returncode == 0:
+    result = await run_async(argv, timeout=STEP_SECONDS, check=False)
+    if result.returncode == 0:
         return
-    said = (done.stderr.strip() or done.stdout.strip())[-1000:]
-    if "No space left on device" in said and shutil.disk_usage(image.parent).free < 1 << 20:
+    output = (result.stderr.strip() or result.stdout.strip())[-1000:]
+    if "No space left on device" in output and shutil.disk_usage(image.parent).free < 1 << 20:
         raise NoSpace(
-            "the host's disk is full while creating the disk image: free some space, and build the template again"
+            "creating the disk image failed because the host's disk is full: free some space and build the template "
+            "again"
         )
-    need = await asyncio.to_thread(_tree_mb, tree)
-    if "populating" in said or need > disk_mb:
+    needed_mb = await asyncio.to_thread(_tree_mb, tree)
+    if "populating" in output or needed_mb > disk_mb:
         raise Invalid(
-            f"the root file system ({need} MiB) does not fit on a disk of {disk_mb} MiB: "
-            f"set diskSizeMB to {-(-need * 5 // 4 // 64) * 64 + 64} or more"
+            f"the root file system ({needed_mb} MiB) does not fit on a disk of {disk_mb} MiB: "
+            f"set diskSizeMB to {-(-needed_mb * 5 // 4 // 64) * 64 + 64} or more"
         )
-    raise BackendFailed(f"mke2fs failed with exit code {done.returncode}: {said}")
+    raise BackendFailed(f"mke2fs failed with exit code {result.returncode}: {output}")
 
 
 def _tree_mb(tree: Path) -> int:
-    """Return the disk space of a tree in blocks of 4 KiB, in whole MiB."""
+    """Return how many MiB a tree needs on a file system with blocks of 4 KiB."""
     size = 0
-    seen: set[int] = set()
+    inodes: set[int] = set()
     for folder, directories, files in os.walk(tree):
         for name in [*directories, *files]:
-            status = os.lstat(os.path.join(folder, name))  # noqa: PTH118 - hundreds of thousands of them
-            if status.st_ino not in seen:
-                seen.add(status.st_ino)
+            status = os.lstat(os.path.join(folder, name))  # noqa: PTH118 - faster for hundreds of thousands of files
+            if status.st_ino not in inodes:
+                inodes.add(status.st_ino)
                 size += -(-status.st_size // 4096) * 4096
     return -(-size >> 20) or 1

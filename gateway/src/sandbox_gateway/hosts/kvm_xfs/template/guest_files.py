@@ -1,7 +1,8 @@
-"""Read the files in `guest/`: a guest's settings and its list of packages.
+"""Read the files in `guest/`: the settings of a guest and its list of packages.
 
 `*.txt` and `dpkg.cfg` are lists with one item per line; lines that begin with # are comments. `initramfs-tools/` is
-copied to /etc of the tree while it is built. Names of constants between @ in `network.sh` are replaced.
+copied to /etc of the tree while it is built. In `network.sh`, names of constants between @ are replaced by their
+values.
 """
 
 from __future__ import annotations
@@ -20,17 +21,17 @@ def read_text(name: str) -> str:
 
 
 def read_lines(name: str) -> list[str]:
-    """Return the lines of a list, without comments."""
+    """Return the lines of a list, without comments and empty lines."""
     return [line for line in read_text(name).splitlines() if line and not line.startswith("#")]
 
 
 def kernel_package(machine: str) -> str | None:
-    """Return the name of the kernel package for a machine architecture, in the notation of uname(1)."""
+    """Return the name of the kernel package for a machine architecture as named by uname(1), or None."""
     return dict(line.split() for line in read_lines("kernels.txt")).get(machine)
 
 
 def initramfs_files() -> dict[str, str]:
-    """Return the files of /etc/initramfs-tools, by path."""
+    """Return the contents of the files of /etc/initramfs-tools, keyed by path."""
     return {name: read_text(f"initramfs-tools/{name}") for name in ("conf.d/sandbox", "modules", "hooks/sandbox")}
 
 
@@ -43,5 +44,5 @@ def network_script() -> str:
 
 
 def guest_digest() -> str:
-    """Return a digest of everything but the recipe that determines a template: the agent, these files, the builder."""
+    """Return a digest of all inputs of a template except its recipe: the agent, these files and the builder."""
     return digest_guest(resources.files(__package__), network_script())

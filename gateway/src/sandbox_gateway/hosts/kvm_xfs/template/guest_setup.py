@@ -1,4 +1,4 @@
-"""Turn an unpacked tree into a guest: agent, network, systemd settings, identity."""
+"""Turn an unpacked tree into the file system of a guest: install agent, network, systemd settings and identity."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _PAM = (
 
 
 def set_up_guest(root: Path, agent: Path) -> tuple[Path, Path]:
-    """Turn an unpacked tree into a guest's. Returns its kernel and initrd. Raises Invalid if the tree is unsuitable."""
+    """Set up a tree as a guest. Returns the paths of its kernel and initrd. Raises Invalid for an unsuitable tree."""
     tree = Tree(root)
     boot = _find_kernel(tree)
     _check_programs(tree)
@@ -32,11 +32,11 @@ def set_up_guest(root: Path, agent: Path) -> tuple[Path, Path]:
 
 
 def _find_kernel(tree: Tree) -> tuple[Path, Path]:
-    versions = [name.removeprefix("vmlinuz-") for name in tree.names("/boot") if name.startswith("vmlinuz-")]
+    versions = [name.removeprefix("vmlinuz-") for name in tree.list_directory("/boot") if name.startswith("vmlinuz-")]
     for version in sorted(versions, key=_natural_key, reverse=True):
-        kernel = tree.real(f"/boot/vmlinuz-{version}")
+        kernel = tree.resolve(f"/boot/vmlinuz-{version}")
         for name in (f"initrd.img-{version}", f"initramfs-{version}.img"):
-            initrd = tree.real(f"/boot/{name}")
+            initrd = tree.resolve(f"/boot/{name}")
             if kernel.is_file() and initrd.is_file():
                 return kernel, initrd
     if versions:
@@ -52,21 +52,23 @@ def _natural_key(text: str) -> list[tuple[int, int, str]]:
 
 
 def _check_programs(tree: Tree) -> None:
-    init = tree.real("/sbin/init")
+    init = tree.resolve("/sbin/init")
     if not init.is_file():
         raise Invalid("the root file system has no /sbin/init: install systemd in it (Debian: systemd-sysv)")
     if init.name != "systemd":
         raise Invalid(
             f"/sbin/init of the root file system is {init.name}, but systemd must start the agent: install systemd"
         )
-    python = tree.real("/usr/bin/python3")
+    python = tree.resolve("/usr/bin/python3")
     if not python.is_file():
         raise Invalid("the root file system has no /usr/bin/python3: install Python 3.9 or later in it for the agent")
     minor = python_minor(tree, python.name)
     if minor is None or minor < 9:
-        found = "of an unknown version" if minor is None else f"3.{minor}"
-        raise Invalid(f"the root file system's /usr/bin/python3 is {found}: the agent needs Python 3.9 or later")
-    if not any(tree.is_file(f"{place}/ip") for place in ("/sbin", "/bin", "/usr/sbin", "/usr/bin")):
+        version = "of an unknown version" if minor is None else f"3.{minor}"
+        raise Invalid(
+            f"the root file system's /usr/bin/python3 is {version}: install Python 3.9 or later in it for the agent"
+        )
+    if not any(tree.is_file(f"{directory}/ip") for directory in ("/sbin", "/bin", "/usr/sbin", "/usr/bin")):
         raise Invalid("the root file system has no 'ip' command: install iproute2 in it")
 
 
@@ -76,12 +78,12 @@ def _install_agent(tree: Tree, agent: Path) -> None:
     try:
         text = (agent / unit).read_text()
     except FileNotFoundError:
-        raise BackendFailed(f"{agent / unit} is missing: install the gateway again") from None
+        raise BackendFailed(f"{agent / unit} is missing: reinstall the gateway") from None
     _enable(tree, unit, text)
 
 
 def _enable(tree: Tree, unit: str, text: str) -> None:
-    """Install a unit and create the links of its [Install] section."""
+    """Install a unit and create the links that its [Install] section describes."""
     tree.write(f"/etc/systemd/system/{unit}", text)
     for target in re.findall(r"^WantedBy=(.+)$", text, re.MULTILINE):
         for name in target.split():
@@ -97,10 +99,10 @@ def _set_up_network(tree: Tree) -> None:
 
 
 def _reduce_boot(tree: Tree) -> None:
-    """Configure boots with fewer processes and without periodic writes to the disk."""
+    """Reduce the number of processes at boot, and disable periodic writes to the disk."""
     for unit in guest_files.read_lines("masked-units.txt"):
         tree.link(f"/etc/systemd/system/{unit}", "/dev/null")
-    if not any(name == "pam_systemd.so" for place in _PAM for name in tree.names(place)):
+    if not any(name == "pam_systemd.so" for directory in _PAM for name in tree.list_directory(directory)):
         tree.link("/etc/systemd/system/systemd-logind.service", "/dev/null")
     tree.write(
         "/etc/systemd/system/systemd-udev-trigger.service.d/sandbox.conf", guest_files.read_text("coldplug.conf")
@@ -109,7 +111,7 @@ def _reduce_boot(tree: Tree) -> None:
         tree.link(f"/etc/systemd/system-generators/{generator}", "/dev/null")
     tree.link("/etc/systemd/system/default.target", "/lib/systemd/system/multi-user.target")
     tree.write("/etc/systemd/journald.conf.d/sandbox.conf", guest_files.read_text("journald.conf"))
-    tree.write("/etc/fstab", "# The root is mounted by the kernel's arguments.\n")
+    tree.write("/etc/fstab", "# The kernel mounts the root, as its arguments specify.\n")
 
 
 def _set_identity(tree: Tree) -> None:

@@ -1,4 +1,4 @@
-"""Control access to volume servers with elements of the host's nftables set, and aliases of sandboxes' addresses."""
+"""Control which sandboxes can connect to volume servers, and which addresses the servers see."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from sandbox_gateway.hosts.kvm_xfs.network.rules import VOLUME_ACCESS, VOLUME_AL
 
 
 class VolumeAccess:
-    """The pairs (address . port) that the host allows to connect to servers, by volume."""
+    """Manages the (address . port) pairs that the host allows to connect to servers, for each volume."""
 
     def __init__(self, network: Network) -> None:
         self._table = host_table(network)
@@ -21,15 +21,15 @@ class VolumeAccess:
         self.aliases = Aliases(network)
 
     def clear(self) -> None:
-        """Forget all pairs, because the host's rules were recreated."""
+        """Forget all pairs, after the host's rules have been recreated."""
         self._allowed.clear()
 
     async def allow(self, volume: str, access: set[str]) -> None:
-        """Allow additional pairs to connect to a volume."""
+        """Allow the pairs in ``access`` to connect to a volume, in addition to those already allowed."""
         allowed = self._allowed.setdefault(volume, set())
         if new := sorted(access - allowed):
-            aliases = [f"{pair} : {self.aliases.of(pair.partition(' ')[0])}" for pair in new]
-            # The alias stays when the pair is revoked: an address never gets a different one.
+            aliases = [f"{pair} : {self.aliases.alias(pair.partition(' ')[0])}" for pair in new]
+            # Revoking a pair does not remove its alias, because an address always has the same alias.
             await apply_on_host(
                 f"add element inet {self._table} {VOLUME_ALIASES} {{ {', '.join(aliases)} }}\n"
                 f"add element inet {self._table} {VOLUME_ACCESS} {{ {', '.join(new)} }}\n"
@@ -39,29 +39,31 @@ class VolumeAccess:
     async def revoke(self, volume: str, keep: set[str]) -> None:
         """Revoke every pair of a volume that is not in ``keep``."""
         allowed = self._allowed.get(volume, set())
-        if old := allowed - keep:
-            await apply_on_host(f"delete element inet {self._table} {VOLUME_ACCESS} {{ {', '.join(sorted(old))} }}\n")
-            allowed -= old
+        if revoked_pairs := allowed - keep:
+            await apply_on_host(
+                f"delete element inet {self._table} {VOLUME_ACCESS} {{ {', '.join(sorted(revoked_pairs))} }}\n"
+            )
+            allowed -= revoked_pairs
         if not allowed:
             self._allowed.pop(volume, None)
 
 
 class Aliases:
-    """Addresses of sandboxes as servers see them: one alias per address, the same in every gateway of a host.
+    """Translates the addresses of sandboxes to the aliases at which servers see them.
 
     A guest cannot compute an address from its alias, because it does not know the host's machine id.
     """
 
     def __init__(self, network: Network) -> None:
-        machine = Path("/etc/machine-id")
-        known = machine.read_bytes() if machine.exists() else b""
-        digest = hashlib.sha256(known + host_table(network).encode()).digest()
-        self._factor = int.from_bytes(digest[:8], "big") | 1  # Odd: no two addresses have the same alias.
+        file = Path("/etc/machine-id")
+        machine_id = file.read_bytes() if file.exists() else b""
+        digest = hashlib.sha256(machine_id + host_table(network).encode()).digest()
+        self._factor = int.from_bytes(digest[:8], "big") | 1  # An odd factor gives each address a different alias.
         self._offset = int.from_bytes(digest[8:16], "big")
 
-    def of(self, address: str) -> str:
-        place = int(ipaddress.IPv4Address(address)) * self._factor + self._offset
-        return str(ALIASES[place % ALIASES.num_addresses])
+    def alias(self, address: str) -> str:
+        index = int(ipaddress.IPv4Address(address)) * self._factor + self._offset
+        return str(ALIASES[index % ALIASES.num_addresses])
 
-    def of_all(self, clients: Mapping[str, bool]) -> dict[str, bool]:
-        return {self.of(address): read_only for address, read_only in clients.items()}
+    def alias_clients(self, clients: Mapping[str, bool]) -> dict[str, bool]:
+        return {self.alias(address): read_only for address, read_only in clients.items()}

@@ -1,4 +1,4 @@
-"""Create the configuration of a volume server (nfs-ganesha), and the marker that shows whether it is in effect."""
+"""Create the configuration of a volume server (nfs-ganesha), with a marker that shows whether it is in effect."""
 
 from __future__ import annotations
 
@@ -9,21 +9,21 @@ from collections.abc import Mapping
 
 from sandbox_gateway.hosts.kvm_xfs.volumes.server_process import ServerSettings
 
-_PIECE = 256 << 10
+_MAX_TRANSFER_BYTES = 256 << 10
 """Maximum bytes that one request reads or writes.
 
-It is limited because answers that a guest does not fetch stay in memory.
+The limit is low because replies that a guest does not fetch stay in memory.
 """
 
 
 def configuration(address: str, gateway: str, volume: str, port: int, clients: Mapping[str, bool], marker: str) -> str:
-    """Return the configuration: NFSv3 over TCP at two ports of one address, and the rights of each client.
+    """Return the configuration: NFSv3 over TCP at two ports of one address, with the access rights of each client.
 
     ``gateway``: the address from which the gateway queries the configuration in effect.
 
-    The cache of answered requests is off: it identifies clients by address and request number, and a fork repeats the
-    numbers of its source, possibly at an address that another sandbox had before. Guests repeat requests only on a new
-    connection.
+    The cache of answered requests is off. It identifies requests by client address and request number, but a fork
+    repeats the numbers of its source, possibly at an address that another sandbox used before. The cache is not needed,
+    because guests repeat requests only on a new connection.
     """
     lines = [
         "NFS_CORE_PARAM {",
@@ -36,21 +36,22 @@ def configuration(address: str, gateway: str, volume: str, port: int, clients: M
         "MDCACHE { Entries_HWMark = 10000; Chunks_HWMark = 1000; }",
         # Without these levels, the server would log that D-Bus and Kerberos are missing.
         "LOG { Default_Log_Level = CRIT; Components { DBUS = FATAL; NFS_CB = FATAL; } }",
-        # Root in a sandbox is root on the volume: only sandboxes mount the file system.
+        # Root in a sandbox is root on the volume. This is safe because only sandboxes mount the file system.
         "EXPORT_DEFAULTS { Access_Type = None; Protocols = 3; Transports = TCP; SecType = sys;"
         " Squash = No_Root_Squash; }",
         "EXPORT {",
         f"    Export_Id = 1; Path = /{volume}; Pseudo = /{volume}; Access_Type = None; FSAL {{ Name = VFS; }}",
-        f"    MaxRead = {_PIECE}; PrefRead = {_PIECE}; MaxWrite = {_PIECE}; PrefWrite = {_PIECE};",
+        f"    MaxRead = {_MAX_TRANSFER_BYTES}; PrefRead = {_MAX_TRANSFER_BYTES};"
+        f" MaxWrite = {_MAX_TRANSFER_BYTES}; PrefWrite = {_MAX_TRANSFER_BYTES};",
     ]
     for access, read_only in (("RW", False), ("RO", True)):
-        if some := sorted(client for client in clients if clients[client] is read_only):
-            lines.append(f"    CLIENT {{ Clients = {', '.join(some)}; Access_Type = {access}; }}")
+        if addresses := sorted(client for client in clients if clients[client] is read_only):
+            lines.append(f"    CLIENT {{ Clients = {', '.join(addresses)}; Access_Type = {access}; }}")
     lines.append(f"    CLIENT {{ Clients = {gateway}, {marker}; Access_Type = MDONLY_RO; }}")
     return "\n".join([*lines, "}", ""])
 
 
 def marker_of(settings: ServerSettings) -> str:
-    """Return a permanently reserved address (240/4) that is different for each set of clients."""
+    """Return a permanently reserved address (240/4) that depends on the set of clients."""
     digest = hashlib.sha256(json.dumps(sorted(settings.clients.items())).encode()).digest()
     return str(ipaddress.IPv4Address(0xF0000000 | int.from_bytes(digest[:4], "big") >> 5))

@@ -1,6 +1,6 @@
-"""Format, freeze, flush, grow and unmount the file system in a volume's image, with and without a server.
+"""Format, freeze, flush, grow and unmount the file system in a volume's image.
 
-All functions may block in the kernel. Run those without ``async`` in a thread (`threads.run_with_timeout`).
+All functions may block in the kernel. Run those that are not coroutines in a thread (`threads.run_with_timeout`).
 """
 
 from __future__ import annotations
@@ -31,9 +31,9 @@ _libc = ctypes.CDLL(None, use_errno=True)
 
 
 async def format_image(image: Path, volume: str, size_mb: int) -> None:
-    """Create ``image`` (which must not exist), a sparse file of ``size_mb`` MiB with an empty ext4 for a server.
+    """Create ``image``, a sparse file of ``size_mb`` MiB with an empty ext4 file system. It must not exist yet.
 
-    Nothing remains on failure.
+    On failure, it is removed.
     """
     await asyncio.to_thread(_make_sparse, image, size_mb << 20)
     try:
@@ -47,7 +47,7 @@ async def format_image(image: Path, volume: str, size_mb: int) -> None:
             ],
             timeout=_FORMAT_SECONDS,
         )
-        # Any user of a guest may write to it. Guests do not need fsck's directory lost+found.
+        # Allow any user of a guest to write. Remove fsck's directory lost+found, which guests do not need.
         changes = "set_inode_field <2> mode 040777\nrmdir lost+found\n"
         await run_async(["debugfs", "-w", "-f", "-", str(image)], timeout=_FORMAT_SECONDS, input=changes)
     except BaseException:
@@ -61,36 +61,36 @@ def _make_sparse(image: Path, size: int) -> None:
         file.truncate(size)
 
 
-async def end_server(server: ServerProcess, seconds: float) -> None:
-    """Kill a server. Returns when all its data is in the image and the image is no longer mounted."""
-    pidfd = os.dup(server.pidfd) if server.pidfd >= 0 else -1  # A copy, because the server may be forgotten meanwhile.
-    what = f"the server of volume {server.volume} did not end"
-    await run_with_timeout(lambda: _finish(server, pidfd, seconds), seconds, what)
+async def stop_server(server: ServerProcess, seconds: float) -> None:
+    """Kill a server. On return, all its data is in the image and the image is no longer mounted."""
+    pidfd = os.dup(server.pidfd) if server.pidfd >= 0 else -1  # Copied, because stop_watching() may close the original.
+    failure = f"the server of volume {server.volume} did not end"
+    await run_with_timeout(lambda: _kill_and_sync(server, pidfd, seconds), seconds, failure)
 
 
-def _finish(server: ServerProcess, pidfd: int, seconds: float) -> None:
+def _kill_and_sync(server: ServerProcess, pidfd: int, seconds: float) -> None:
     deadline = time.monotonic() + seconds
     if pidfd >= 0:
-        mounted = -1
+        root_fd = -1
         with contextlib.suppress(BackendFailed):
-            mounted = server.directory()
+            root_fd = server.directory()
         try:
             with contextlib.suppress(ProcessLookupError):
                 signal.pidfd_send_signal(pidfd, signal.SIGKILL)
             if not wait_until_ended(pidfd, seconds):
                 raise TimeoutError
-            if mounted >= 0:
-                _syncfs(mounted)
+            if root_fd >= 0:
+                _syncfs(root_fd)
         finally:
             os.close(pidfd)
-            if mounted >= 0:
-                os.close(mounted)  # This was the last reference, so the kernel unmounts it.
+            if root_fd >= 0:
+                os.close(root_fd)  # This is the last reference, so the kernel unmounts the file system.
     if server.settings.image:
         wait_for_image(Path(server.settings.image), deadline)
 
 
 def wait_for_image(image: Path, deadline: float) -> None:
-    """Wait until no loop device uses the image, which also releases the launcher's lock. Raises TimeoutError."""
+    """Wait until no loop device uses the image and so the launcher's lock is released. Raises TimeoutError."""
     with contextlib.suppress(FileNotFoundError), image.open("rb") as file:
         while True:
             try:
@@ -103,17 +103,20 @@ def wait_for_image(image: Path, deadline: float) -> None:
 
 
 def wait_until_frozen(server: ServerProcess, seconds: float) -> None:
-    """Wait until all threads of a server that received SIGSTOP are stopped and all its data is in the image."""
+    """Wait until all threads of a server that received SIGSTOP have stopped and all its data is in the image.
+
+    Raises TimeoutError after ``seconds``.
+    """
     deadline = time.monotonic() + seconds
-    mounted = server.directory()
+    root_fd = server.directory()
     try:
         while not all(_is_stopped(task) for task in Path(f"/proc/{server.pid}/task").iterdir()):
             if time.monotonic() > deadline:
                 raise TimeoutError
             time.sleep(0.0002)
-        _syncfs(mounted)
+        _syncfs(root_fd)
     finally:
-        os.close(mounted)
+        os.close(root_fd)
 
 
 def _is_stopped(task: Path) -> bool:
@@ -124,55 +127,58 @@ def _is_stopped(task: Path) -> bool:
 
 
 def sync(server: ServerProcess) -> None:
-    """Write back the cache of a server."""
-    mounted = server.directory()
+    """Write a running server's cached data to the image."""
+    root_fd = server.directory()
     try:
-        _syncfs(mounted)
+        _syncfs(root_fd)
     finally:
-        os.close(mounted)
+        os.close(root_fd)
 
 
-def count_used(server: ServerProcess) -> int:
+def used_bytes(server: ServerProcess) -> int:
     """Return the bytes that files use in the file system of a running server."""
-    mounted = server.directory()
+    root_fd = server.directory()
     try:
-        found = os.statvfs(mounted)
-        return (found.f_blocks - found.f_bfree) * found.f_frsize
+        status = os.statvfs(root_fd)
+        return (status.f_blocks - status.f_bfree) * status.f_frsize
     finally:
-        os.close(mounted)
+        os.close(root_fd)
 
 
 def grow(server: ServerProcess) -> None:
     """Grow the file system of a running server to the size of its image."""
-    mounted = server.directory()
+    root_fd = server.directory()
     try:
-        device = os.fstat(mounted).st_dev
+        device = os.fstat(root_fd).st_dev
         name = Path(f"/sys/dev/block/{os.major(device)}:{os.minor(device)}").resolve().name
         with Path("/dev", name).open("rb") as loop:
             fcntl.ioctl(loop, _LOOP_SET_CAPACITY, 0)
         blocks = Path(server.settings.image).stat().st_size // BLOCK
-        fcntl.ioctl(mounted, EXT4_IOC_RESIZE_FS, struct.pack("=Q", blocks))
+        fcntl.ioctl(root_fd, EXT4_IOC_RESIZE_FS, struct.pack("=Q", blocks))
     finally:
-        os.close(mounted)
+        os.close(root_fd)
 
 
-async def fit(image: Path) -> None:
-    """Grow the file system to the size of the image before it is mounted, if the kernel forbids this later."""
-    if may_resize():
+async def grow_offline(image: Path) -> None:
+    """Grow the unmounted file system to the size of its image, if it cannot be grown after the mount."""
+    if can_resize():
         return
     with image.open("rb") as file:
         if block_counts(file.fileno())[0] >= os.fstat(file.fileno()).st_size // BLOCK:
             return
     deadline = time.monotonic() + _END_SECONDS
     await run_with_timeout(lambda: wait_for_image(image, deadline), _END_SECONDS, f"the image {image} was not released")
-    checked = await run_async(["e2fsck", "-f", "-p", str(image)], timeout=_RESIZE_SECONDS, check=False)
-    if checked.returncode > 1:
-        raise BackendFailed(f"the file system in {image} is damaged: {checked.stdout.strip()[-500:]}")
+    result = await run_async(["e2fsck", "-f", "-p", str(image)], timeout=_RESIZE_SECONDS, check=False)
+    if result.returncode > 1:
+        raise BackendFailed(
+            f"the file system in {image} is damaged ({result.stdout.strip()[-500:]}): roll the volume back to one "
+            "of its snapshots"
+        )
     await run_async(["resize2fs", str(image)], timeout=_RESIZE_SECONDS)
 
 
-def may_resize() -> bool:
-    """Return whether this process may grow a mounted ext4: containers may lack the capability."""
+def can_resize() -> bool:
+    """Return whether this process can grow a mounted ext4 file system. Containers may lack the capability."""
     status = Path("/proc/self/status").read_text()
     effective = next(line.split()[1] for line in status.splitlines() if line.startswith("CapEff:"))
     return bool(int(effective, 16) >> _CAP_SYS_RESOURCE & 1)

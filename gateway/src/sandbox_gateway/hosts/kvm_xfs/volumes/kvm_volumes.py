@@ -1,8 +1,8 @@
 """Manage the volumes of a KVM/XFS host: their clients, and capture, rollback and growth while they are mounted.
 
-The records of sandboxes are the only list of attachments; the servers' clients are derived from them. Revoking
-access to a volume never blocks a caller: it is retried in the background until it succeeds, and the machine's address
-is not reused before that.
+Only the records of sandboxes store which volumes are attached; the servers' clients are derived from them. Revoking
+access to a volume never blocks the caller. It is retried in the background until it succeeds, and the machine's address
+is not reused before then.
 """
 
 from __future__ import annotations
@@ -34,17 +34,18 @@ _CLOSE_SECONDS = 10.0
 
 @dataclass
 class _Share:
-    """A volume, its intended clients, and the clients of its server."""
+    """A volume, its intended clients, and the current clients of its server."""
 
     volume: str
     port: int
     clients: dict[str, tuple[str, bool]] = field(default_factory=dict)
-    """(address, read-only) of each client, by instance."""
-    served: dict[str, bool] | None = None
-    """The current clients of the server, by address. None: unknown."""
+    """(address, read-only) of each client, keyed by instance."""
+    current_clients: dict[str, bool] | None = None
+    """Whether each current client of the server is read-only, keyed by address. None: unknown."""
     stuck: str = ""
+    """A sentence about the last update of the clients, if it failed."""
     lock: asyncio.Lock = field(default_factory=asyncio.Lock)
-    """Held while the server or the image changes."""
+    """Locked while the server or the image changes."""
 
 
 class KvmVolumes:
@@ -60,35 +61,38 @@ class KvmVolumes:
     # -- start and stop ---------------------------------------------------------------------------------------------
 
     async def find(self, scan: Scan) -> None:
-        """Find the volumes. Call this method first. ``scan`` already has the sandboxes and their snapshots."""
+        """Find the volumes and add them to ``scan``, which must already contain the sandboxes and snapshots.
+
+        Call this method first.
+        """
         self._ports = await asyncio.to_thread(self._store.scan, scan)
         self._shares = {volume.id: _Share(volume.id, volume.host["port"]) for volume in scan.volumes}
 
     async def adopt(self, scan: Scan, addresses: Mapping[str, str]) -> None:
-        """Adopt the servers and give them their clients, the running machines. ``addresses``: by instance."""
+        """Adopt the servers and update their clients to the running machines. ``addresses`` is keyed by instance."""
         try:
             scan.repaired += await self._servers.open(set(self._shares))
-        except GatewayError as error:
-            scan.repaired.append(f"the volume servers could not be adopted: {error.message}")
+        except GatewayError as failure:
+            scan.repaired.append(f"the volume servers could not be adopted: {failure.message}")
         for sandbox in scan.sandboxes:
             for mount in sandbox.mounts if sandbox.instance in addresses else []:
                 if share := self._shares.get(mount.volume):
                     share.clients[sandbox.instance] = (addresses[sandbox.instance], mount.read_only)
         shares = list(self._shares.values())
-        for share, failed in zip(shares, await self._update_all(shares), strict=True):
-            if failed is not None:
-                scan.repaired.append(f"volume {share.volume} cannot be served: {failed}; the gateway retries")
+        for share, error in zip(shares, await self._update_all(shares), strict=True):
+            if error is not None:
+                scan.repaired.append(f"volume {share.volume} cannot be served: {error}; the gateway retries")
                 self._background.start(self._keep_updating(share))
         for volume in self._store.growing:
             try:
                 await self._servers.grow(volume.id)
                 # This step is the last: if it fails, the next start repeats everything.
                 await asyncio.to_thread(self._store.save, volume)
-            except (GatewayError, OSError) as error:
-                scan.repaired.append(f"the interrupted growth of volume {volume.id} could not be completed: {error}")
+            except (GatewayError, OSError) as failure:
+                scan.repaired.append(f"the interrupted growth of volume {volume.id} could not be completed: {failure}")
 
     async def close(self) -> None:
-        """Stop watching servers, which keep running. The next gateway completes pending revocations."""
+        """Stop watching the servers, which keep running. The next gateway completes pending revocations."""
         await self._background.wait(_CLOSE_SECONDS)
         await self._background.cancel()
         await self._servers.close()
@@ -112,8 +116,8 @@ class KvmVolumes:
             with explaining_os_errors():
                 await asyncio.to_thread(self._store.grow, volume.id, size_mb)
                 await self._servers.grow(volume.id)
-                grown = volume.model_copy(update={"size_mb": size_mb})
-                await asyncio.to_thread(self._store.save, grown)
+                record = volume.model_copy(update={"size_mb": size_mb})
+                await asyncio.to_thread(self._store.save, record)
             volume.size_mb = size_mb
 
     async def remove(self, volume: Volume) -> None:
@@ -125,7 +129,7 @@ class KvmVolumes:
         self._background.start(self._retire(share))
 
     async def _retire(self, share: _Share) -> None:
-        """End the server of a removed volume, retrying as long as necessary, then free its port."""
+        """Stop the server of a removed volume, retrying until this succeeds, then free its port."""
         await self._retry(share, lambda: self._servers.stop(share.volume))
         self._ports.release(share.port)
 
@@ -153,7 +157,7 @@ class KvmVolumes:
             with explaining_os_errors():
                 await asyncio.to_thread(self._store.stage, volume, snapshot)
                 try:
-                    share.served = None
+                    share.current_clients = None
                     await self._servers.stop(volume.id)
                     await asyncio.to_thread(self._store.swap, volume.id)
                     await self._update_locked(share)
@@ -161,13 +165,13 @@ class KvmVolumes:
                     await self._restore(share)
                     raise
                 finally:
-                    await asyncio.to_thread(self._store.settle, volume.id)
+                    await asyncio.to_thread(self._store.remove_staged, volume.id)
 
     async def _restore(self, share: _Share) -> None:
-        """Bring back the old image and its clients after a failed rollback."""
-        share.served = None
+        """Restore the old image and its clients after a failed rollback."""
+        share.current_clients = None
         try:
-            # If the server cannot be stopped, keep the image, because otherwise its clients' writes would be lost.
+            # If the server cannot be stopped, keep the current image, so that its clients' writes are not lost.
             await self._servers.stop(share.volume)
             await asyncio.to_thread(self._store.swap_back, share.volume)
         except (GatewayError, OSError) as error:
@@ -178,7 +182,7 @@ class KvmVolumes:
 
     @contextlib.asynccontextmanager
     async def pending_snapshots(self, snapshots: Sequence[VolumeSnapshot]) -> AsyncIterator[PendingSnapshots]:
-        """Prepare snapshots. The caller calls ``clone_images`` and ``commit`` inside; on failure, none remains."""
+        """Prepare snapshots. Inside this context, call ``clone_images`` and ``commit``. On failure, all are removed."""
         async with contextlib.AsyncExitStack() as stack:
             for id in sorted({snapshot.volume for snapshot in snapshots}):
                 await stack.enter_async_context(self._share(id).lock)
@@ -199,13 +203,13 @@ class KvmVolumes:
     async def attach(self, sandbox: Sandbox, mount: Mount, address: str) -> None:
         """Give the running instance at ``address`` access to a volume."""
         share = self._share(mount.volume)
-        before = share.clients.get(sandbox.instance)
+        previous = share.clients.get(sandbox.instance)
         try:
             await self.allow(sandbox, [mount], address)
         except BaseException:
             share.clients.pop(sandbox.instance, None)
-            if before is not None:
-                share.clients[sandbox.instance] = before
+            if previous is not None:
+                share.clients[sandbox.instance] = previous
             self._background.start(self._keep_updating(share))
             raise
 
@@ -214,8 +218,8 @@ class KvmVolumes:
             share.clients.pop(sandbox.instance, None)
             await asyncio.wait([self._background.start(self._keep_updating(share))], timeout=_DETACH_SECONDS)
 
-    def present_mounts(self, sandbox: Sandbox) -> list[Mount]:
-        """Return a sandbox's mounts of existing volumes. It starts without missing volumes."""
+    def available_mounts(self, sandbox: Sandbox) -> list[Mount]:
+        """Return the mounts of a sandbox whose volumes exist. A sandbox starts without its missing volumes."""
         for mount in sandbox.mounts:
             if mount.volume not in self._shares:
                 log.warning("a volume was not mounted because it is missing", sandbox=sandbox.id, volume=mount.volume)
@@ -229,9 +233,9 @@ class KvmVolumes:
         ]
 
     async def allow(self, sandbox: Sandbox, mounts: Sequence[Mount], address: str) -> None:
-        """Give an instance access to volumes. On return, they are served to its address.
+        """Give an instance access to volumes. On return, the servers accept its address.
 
-        On failure, the caller undoes this with ``revoke_all``.
+        On failure, the caller must call ``revoke_all``.
         """
         shares = [self._share(mount.volume) for mount in mounts]
         for share, mount in zip(shares, mounts, strict=True):
@@ -239,9 +243,9 @@ class KvmVolumes:
         await wait_for_all(*(self._update(share) for share in shares))
 
     def revoke_all(self, instance: str, then: Callable[[], Awaitable[None]]) -> bool:
-        """Revoke the access of an instance whose machine has ended, in the background, and then call ``then``.
+        """Start to revoke the access of an instance whose machine has ended, and call ``then`` afterwards.
 
-        Returns immediately. Returns False if the instance had no volumes; ``then`` is not called in this case.
+        Returns immediately. Returns False, without calling ``then``, if the instance had no volumes.
         """
         shares = [share for share in self._shares.values() if share.clients.pop(instance, None)]
         if shares:
@@ -253,7 +257,7 @@ class KvmVolumes:
         await then()
 
     async def _update_all(self, shares: Sequence[_Share]) -> list[BaseException | None]:
-        """Update the clients of servers. Returns the error of each server, or None."""
+        """Update the clients of servers. Returns an error or None for each server."""
         return await asyncio.gather(*(self._update(share) for share in shares), return_exceptions=True)
 
     async def _keep_updating(self, share: _Share) -> None:
@@ -274,18 +278,18 @@ class KvmVolumes:
             await self._update_locked(share)
 
     async def _update_locked(self, share: _Share) -> None:
-        """Update the clients of a server, and end it if there are none. The caller holds the lock."""
+        """Update the clients of a server, and stop it if it has none. The caller must hold the lock."""
         if share is not self._shares.get(share.volume):
-            return  # The volume was removed meanwhile.
+            return  # The volume has been removed.
         wanted = dict(share.clients.values())
-        if share.served != wanted:
-            share.served = None
+        if share.current_clients != wanted:
+            share.current_clients = None
             if not wanted or not self._store.image(share.volume).exists():
                 await self._servers.stop(share.volume)
             if wanted:
                 image = self._store.require_image(share.volume)
                 await self._servers.serve(share.volume, image, share.port, wanted)
-            share.served = wanted
+            share.current_clients = wanted
         share.stuck = ""
 
     def _share(self, volume: str) -> _Share:

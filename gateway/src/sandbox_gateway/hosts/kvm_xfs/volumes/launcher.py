@@ -1,28 +1,28 @@
-"""Start the server of one volume in isolation. This program runs as root, with only the standard library:
+"""Start the server of one volume in isolation. This program runs as root and uses only the standard library:
 
     launcher.py IMAGE DIRECTORY VOLUME PROGRAM NETWORK FILTER
 
 The server gets a mount namespace with the file system of IMAGE at /VOLUME on a small, read-only root in memory; a
-process namespace, of which it is the first process; the network namespace whose file is NETWORK; the seccomp filter
-FILTER (hexadecimal); and few capabilities. All of this ends with the process: its mounts are visible nowhere else, and
-the loop device detaches itself. The network namespace remains.
+process namespace in which it is the first process; the network namespace whose file is NETWORK; the seccomp filter
+FILTER (hexadecimal); and few capabilities. When the server ends, its mounts disappear, because no other namespace has
+them, and the loop device detaches itself. The network namespace remains.
 
-nfs-ganesha resolves names with slashes as the kernel does: a guest may request `/usr` or `../x`. It also serves every
-file system it knows to any handle that names it. So the server must not see anything else: the parts of the host that
-are needed to start a program are unmounted once it has started, and `mtab` names only the volume's file system. Until
-then, no client may reach it.
+nfs-ganesha resolves names with slashes like the kernel does, and a guest may request `/usr` or `../x`. It also accepts
+handles of every file system that it knows. So the server must not see any other file system: after it has started, the
+directories of the host that are needed to start a program are unmounted, and `mtab` lists only the volume's file
+system. No client can connect to the server before then.
 
-IMAGE stays locked (flock) as long as the loop device uses it: no image is mounted twice, and a process that gets the
-lock can be sure that everything was written back. DIRECTORY holds the first configuration and an empty `root`; its path
-is in the server's command line. Later configurations are written through the server's descriptor ROOT, because every
-other path to its root is read-only.
+IMAGE is locked (flock) while the loop device uses it. So an image is never mounted twice, and all data has been written
+to it when another process gets the lock. DIRECTORY contains the first configuration and an empty `root`; its path is
+part of the server's command line. Later configurations are written through the server's descriptor ROOT_FD, because
+every other path to its root is read-only.
 
-Prints the server's process id in the caller's namespace. Then it acts as rpcbind, without which the server does not
-start, until the server is registered and standard input has ended, which means that the server answers. Exits with 0
-when the host's file systems are unmounted from the server's namespace.
+The program prints the server's process id in the caller's namespace. Then it acts as rpcbind, without which the server
+does not start, until the server is registered and the caller closes standard input, because the server answers. It
+exits with 0 after it has unmounted the host's file systems from the server's namespace.
 """
 
-# Importing pathlib takes longer than running this program, and a fork waits for it.
+# This program does not use pathlib: importing it takes longer than the rest of the program, and a fork waits for it.
 # ruff: noqa: PTH102, PTH112, PTH114, PTH115, PTH123, PTH211
 
 from __future__ import annotations
@@ -44,13 +44,14 @@ BLOCK = 4096
 CONFIG = "ganesha.conf"
 SERVER = "ganesha.nfsd"
 """Last part of a server's argv[0], which is a path below DIRECTORY."""
-ROOT = 100
+ROOT_FD = 100
+"""Descriptor of the server's writable root directory."""
 EXT4_IOC_RESIZE_FS = 0x40086610
 
 _LOCK_SECONDS = 10.0
 _OPEN_FILES = 4096
-_MEMORY = 768 << 20
-"""Memory limit of a server in bytes, including its threads' stacks. A server that needs more ends and is replaced."""
+_MEMORY_BYTES = 768 << 20
+"""Memory limit of a server, including its threads' stacks. A server that needs more ends and is replaced."""
 _CLONE_NEWNS, _CLONE_NEWIPC, _CLONE_NEWPID = 0x20000, 0x08000000, 0x20000000
 _CLONE_NEWNET, _CLONE_NEWUTS = 0x40000000, 0x04000000
 _MS_RDONLY, _MS_NOSUID, _MS_NODEV, _MS_NOEXEC, _MS_REMOUNT, _MS_NOATIME = 1, 2, 4, 8, 0x20, 0x400
@@ -61,39 +62,39 @@ _LOOP_CONFIG = struct.Struct("=II 5Q4I64s64s32s2Q 64x")
 _PR_SET_SECCOMP, _PR_CAPBSET_DROP, _PR_SET_NO_NEW_PRIVS = 22, 24, 38
 _SECCOMP_MODE_FILTER = 2
 _SYS_PIVOT_ROOT = {"x86_64": 155, "aarch64": 41}
-# CHOWN, DAC_OVERRIDE, DAC_READ_SEARCH, FOWNER, FSETID, SETGID, SETUID: to act for users in the guests by their ids.
+# CHOWN, DAC_OVERRIDE, DAC_READ_SEARCH, FOWNER, FSETID, SETGID, SETUID: to act on behalf of users in the guests.
 _CAPABILITIES = {0, 1, 2, 3, 4, 6, 7}
 _LAST_CAPABILITY = 63
 _NFS, _MOUNT, _RPCBPROC_SET = 100003, 100005, 1
 # Directories of the host that are needed to start a program. Most are links into the first.
-_BORROWED = ("/usr", "/lib", "/lib32", "/lib64", "/bin", "/sbin")
+_PROGRAM_DIRECTORIES = ("/usr", "/lib", "/lib32", "/lib64", "/bin", "/sbin")
 
 _libc = ctypes.CDLL(None, use_errno=True)
 
 
 def main(image: str, directory: str, volume: str, program: str, network: str, filter_hex: str) -> int:
     registrar = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-    told, tell = os.pipe()  # A successful exec closes it.
-    with open(network) as space:
-        _check_result("setns", _libc.setns(space.fileno(), _CLONE_NEWNET))
+    error_reader, error_writer = os.pipe()  # A successful exec closes the writer.
+    with open(network) as namespace:
+        _check_result("setns", _libc.setns(namespace.fileno(), _CLONE_NEWNET))
     _check_result("unshare", _libc.unshare(_CLONE_NEWNS | _CLONE_NEWIPC | _CLONE_NEWUTS | _CLONE_NEWPID))
     server = os.fork()
     if not server:
         try:
             _exec_server(image, directory, volume, program, registrar, bytes.fromhex(filter_hex))
         except BaseException as error:
-            os.write(tell, (str(error) or type(error).__name__).encode())
+            os.write(error_writer, (str(error) or type(error).__name__).encode())
         os._exit(1)
-    os.close(tell)
-    with os.fdopen(told, "rb") as failure:
-        if said := failure.read():
-            print(said.decode(errors="replace"), file=sys.stderr)
+    os.close(error_writer)
+    with os.fdopen(error_reader, "rb") as errors:
+        if message := errors.read():
+            print(message.decode(errors="replace"), file=sys.stderr)
             return 1
     print(server, flush=True)
     if not _register(registrar, server):
         return 1
-    # pivot_root also changed this process's root.
-    for path in ("/run", *_BORROWED):
+    # pivot_root has also changed the root of this process.
+    for path in ("/run", *_PROGRAM_DIRECTORIES):
         if os.path.ismount(path):
             _check_result(f"umount {path}", _libc.umount2(path.encode(), _MNT_DETACH))
     return 0
@@ -103,16 +104,16 @@ def _exec_server(
     image: str, directory: str, volume: str, program: str, registrar: socket.socket, seccomp_filter: bytes
 ) -> None:
     _mount("none", "/", "", _MS_REC | _MS_PRIVATE)
-    # The loop device keeps the file open, and with it the lock.
+    # The loop device keeps the file open and thus locked.
     file = os.open(image, os.O_RDWR | os.O_CLOEXEC)
     _lock(file, image)
     device, name = _attach(file, image)
     root = f"{directory}/root"
     _mount("tmpfs", root, "tmpfs", _MS_NOSUID | _MS_NODEV | _MS_NOEXEC, "size=4m,mode=755")
-    _fill_root(root, directory, volume, name)
-    os.dup2(os.open(root, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC), ROOT)
+    _populate_root(root, directory, volume, name)
+    os.dup2(os.open(root, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC), ROOT_FD)
     _remount(root, root, _MS_RDONLY | _MS_NOSUID | _MS_NODEV | _MS_NOEXEC)
-    for path in _BORROWED:
+    for path in _PROGRAM_DIRECTORIES:
         if os.path.isdir(root + path) and not os.path.islink(path):
             _remount(path, root + path, _MS_RDONLY | _MS_NOSUID | _MS_NODEV)
     _mount("tmpfs", f"{root}/run", "tmpfs", _MS_NOSUID | _MS_NODEV | _MS_NOEXEC, "size=1m,mode=755")
@@ -126,21 +127,21 @@ def _exec_server(
     registrar.bind("/run/rpcbind.sock")
     registrar.listen(8)
     resource.setrlimit(resource.RLIMIT_NOFILE, (_OPEN_FILES, _OPEN_FILES))
-    resource.setrlimit(resource.RLIMIT_DATA, (_MEMORY, _MEMORY))
+    resource.setrlimit(resource.RLIMIT_DATA, (_MEMORY_BYTES, _MEMORY_BYTES))
     for descriptor in (0, 1):
-        # Memory that the caller reads: an open file of the host would give access to the host's other files.
+        # The caller's in-memory log: an open file of the host would give access to other files of the host.
         os.dup2(2, descriptor)
     _drop_privileges(seccomp_filter)
     os.execv(program, [f"{directory}/{SERVER}", *("-F", "-L", "STDERR", "-p", "/run/ganesha.pid", "-f", f"/{CONFIG}")])
 
 
-def _fill_root(root: str, directory: str, volume: str, device: str) -> None:
-    """Fill a server's root, except for the mounts."""
+def _populate_root(root: str, directory: str, volume: str, device: str) -> None:
+    """Create the files, links and mount points in a server's root."""
     for path in ("/host", "/etc", "/run", "/var", "/var/lib", "/var/lib/nfs", "/var/lib/nfs/ganesha", f"/{volume}"):
         os.mkdir(root + path)
     for path in ("/tmp", "/var/run"):
         os.symlink("/run", root + path)
-    for path in _BORROWED:
+    for path in _PROGRAM_DIRECTORIES:
         if os.path.islink(path):
             os.symlink(os.readlink(path), root + path)
         elif os.path.isdir(path):
@@ -170,13 +171,13 @@ def _mount_image(file: int, device: str, target: str) -> None:
     _mount(device, target, "ext4", _MS_NOSUID | _MS_NODEV | _MS_NOEXEC | _MS_NOATIME, options)
     blocks = os.fstat(file).st_size // BLOCK
     if block_counts(file)[0] < blocks:
-        mounted = os.open(target, os.O_RDONLY | os.O_DIRECTORY)
-        fcntl.ioctl(mounted, EXT4_IOC_RESIZE_FS, struct.pack("=Q", blocks))
-        os.close(mounted)
+        mount_fd = os.open(target, os.O_RDONLY | os.O_DIRECTORY)
+        fcntl.ioctl(mount_fd, EXT4_IOC_RESIZE_FS, struct.pack("=Q", blocks))
+        os.close(mount_fd)
 
 
 def block_counts(image: int) -> tuple[int, int]:
-    """Return the numbers of blocks of the ext4 in an image, total and in use, from its superblock."""
+    """Return the total and the used number of blocks of the ext4 file system in an image, from its superblock."""
     block = os.pread(image, 1024, 1024)
     low, _, free_low = struct.unpack_from("<3I", block, 0x4)
     high, _, free_high = struct.unpack_from("<3I", block, 0x150)
@@ -198,7 +199,7 @@ def _lock(file: int, image: str) -> None:
 
 
 def _attach(file: int, image: str) -> tuple[int, str]:
-    """Attach a loop device to ``file``, which clears itself after its last use. Returns (descriptor, path)."""
+    """Attach a loop device, which detaches itself after its last use, to ``file``. Returns its descriptor and path."""
     control = os.open("/dev/loop-control", os.O_RDWR | os.O_CLOEXEC)
     flags = _LO_FLAGS_AUTOCLEAR | _LO_FLAGS_DIRECT_IO
     try:
@@ -213,7 +214,7 @@ def _attach(file: int, image: str) -> tuple[int, str]:
                 os.close(device)
                 if error.errno == errno.EINVAL and flags & _LO_FLAGS_DIRECT_IO:
                     flags = _LO_FLAGS_AUTOCLEAR  # The file system does not support direct I/O: use the page cache.
-                elif error.errno != errno.EBUSY:  # EBUSY: another process was faster.
+                elif error.errno != errno.EBUSY:  # EBUSY: another process has taken the device.
                     raise
     finally:
         os.close(control)
@@ -231,41 +232,41 @@ def _drop_privileges(seccomp_filter: bytes) -> None:
 
 
 class _Program(ctypes.Structure):
-    """struct sock_fprog."""
+    """The C structure sock_fprog."""
 
     _fields_ = (("length", ctypes.c_ushort), ("filter", ctypes.c_void_p))
 
 
 def _register(registrar: socket.socket, server: int) -> bool:
-    """Act as rpcbind until the server is registered and standard input has ended. Returns False if the server ended."""
+    """Act as rpcbind until the server is registered and standard input is closed. Returns False if the server ended."""
     callers: dict[int, socket.socket] = {}
     registered: dict[int, set[bytes]] = {_NFS: set(), _MOUNT: set()}
-    wanted = [0, registrar.fileno()]
+    descriptors = [0, registrar.fileno()]
     # The server registers NFS before MOUNT, both over the same transports.
-    while 0 in wanted or not registered[_NFS] or registered[_MOUNT] != registered[_NFS]:
-        ready, _, _ = select.select([*wanted, *callers], [], [], 0.2)
+    while 0 in descriptors or not registered[_NFS] or registered[_MOUNT] != registered[_NFS]:
+        ready, _, _ = select.select([*descriptors, *callers], [], [], 0.2)
         if os.waitpid(server, os.WNOHANG)[0]:
             return False
         for descriptor in ready:
             if descriptor == 0:
-                wanted.remove(0)
+                descriptors.remove(0)
             elif descriptor == registrar.fileno():
                 caller, _ = registrar.accept()
                 caller.settimeout(5)
                 callers[caller.fileno()] = caller
-            elif not _confirm(callers[descriptor], registered):
+            elif not _answer_call(callers[descriptor], registered):
                 callers.pop(descriptor).close()
     return True
 
 
-def _confirm(caller: socket.socket, registered: dict[int, set[bytes]]) -> bool:
-    """Answer one call of RPCBIND (RFC 5531, RFC 1833) with success and true.
+def _answer_call(caller: socket.socket, registered: dict[int, set[bytes]]) -> bool:
+    """Answer one RPCBIND call (RFC 5531, RFC 1833) with success. Adds registered transports to ``registered``.
 
     Returns False at the end of the connection.
     """
     with contextlib.suppress(OSError, struct.error):
-        (mark,) = struct.unpack(">I", caller.recv(4, socket.MSG_WAITALL))
-        call = caller.recv(mark & 0x7FFFFFFF, socket.MSG_WAITALL)
+        (header,) = struct.unpack(">I", caller.recv(4, socket.MSG_WAITALL))
+        call = caller.recv(header & 0x7FFFFFFF, socket.MSG_WAITALL)
         xid, *_, procedure = struct.unpack_from(">6I", call)
         reply = struct.pack(">6I", xid, 1, 0, 0, 0, 0) + (struct.pack(">I", 1) if procedure else b"")
         caller.sendall(struct.pack(">I", len(reply) | 1 << 31) + reply)
@@ -287,10 +288,10 @@ def _mount(source: str, target: str, kind: str, flags: int, options: str = "") -
     _check_result(f"mount {source} {target}", result)
 
 
-def _check_result(what: str, result: int) -> None:
+def _check_result(operation: str, result: int) -> None:
     if result != 0:
         number = ctypes.get_errno()
-        raise OSError(number, f"{what}: {os.strerror(number)}")
+        raise OSError(number, f"{operation}: {os.strerror(number)}")
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Take snapshots of volumes: single snapshots, or several at one instant."""
+"""Take snapshots of one volume, or of several volumes at the same instant."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ IMAGE = "volume.img"
 
 
 class PendingSnapshot:
-    """An uncommitted snapshot. Call ``prepare``, ``clone_image`` (the quick step), then ``commit`` or ``undo``."""
+    """An uncommitted snapshot. Call ``prepare``, ``clone_image`` (which is fast), then ``commit`` or ``undo``."""
 
     def __init__(self, image: Path, final: Path, snapshot: VolumeSnapshot) -> None:
         self.volume = snapshot.volume
@@ -26,14 +26,14 @@ class PendingSnapshot:
         self._final = final
         self._partial = directory_records.partial_of(final)
         self._snapshot = snapshot
-        self._begun = False
+        self._has_files = False
         self._stack = contextlib.ExitStack()
 
     def prepare(self) -> None:
         """Do the slow steps in advance: open descriptors, flush the image."""
         self._partial.parent.mkdir(mode=0o700, exist_ok=True)
         self._partial.mkdir(mode=0o700)
-        self._begun = True
+        self._has_files = True
         self._source = self._open(self._image, os.O_RDONLY)
         self._target = self._open(self._partial / IMAGE, os.O_WRONLY | os.O_CREAT | os.O_EXCL)
         os.fsync(self._source)
@@ -47,8 +47,8 @@ class PendingSnapshot:
         directory_records.commit(self._final)
 
     def undo(self) -> None:
-        """Remove the snapshot, committed or not."""
-        if self._begun:
+        """Remove the snapshot, whether it is committed or not."""
+        if self._has_files:
             directory_records.undo(self._final)
 
     def close(self) -> None:
@@ -61,14 +61,14 @@ class PendingSnapshot:
 
 
 class PendingSnapshots:
-    """Uncommitted snapshots of volumes, all of one instant."""
+    """Snapshots of several volumes at the same instant that are not committed yet."""
 
     def __init__(self, servers: ServerPool, snapshots: Sequence[PendingSnapshot]) -> None:
         self._servers = servers
         self._snapshots = snapshots
 
     async def prepare(self) -> None:
-        """Write data back in advance, to keep ``clone_images`` short."""
+        """Do the slow steps in advance: write cached data to the images, open descriptors."""
         await wait_for_all(*(self._prepare(each) for each in self._snapshots))
 
     async def _prepare(self, snapshot: PendingSnapshot) -> None:
@@ -81,19 +81,19 @@ class PendingSnapshots:
             await wait_for_all(
                 *(stack.enter_async_context(self._servers.frozen(each.volume)) for each in self._snapshots)
             )
-            await asyncio.to_thread(self._each, PendingSnapshot.clone_image)
+            await asyncio.to_thread(self._for_each, PendingSnapshot.clone_image)
 
     async def commit(self) -> None:
         if self._snapshots:
-            await asyncio.to_thread(self._each, PendingSnapshot.commit)
+            await asyncio.to_thread(self._for_each, PendingSnapshot.commit)
 
     async def undo(self) -> None:
         if self._snapshots:
-            await asyncio.to_thread(self._each, PendingSnapshot.undo)
+            await asyncio.to_thread(self._for_each, PendingSnapshot.undo)
 
     def close(self) -> None:
-        self._each(PendingSnapshot.close)
+        self._for_each(PendingSnapshot.close)
 
-    def _each(self, step: Callable[[PendingSnapshot], None]) -> None:
+    def _for_each(self, step: Callable[[PendingSnapshot], None]) -> None:
         for snapshot in self._snapshots:
             step(snapshot)

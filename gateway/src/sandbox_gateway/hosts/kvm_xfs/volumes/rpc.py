@@ -1,4 +1,4 @@
-"""Call a server with ONC RPC (RFC 5531), without credentials."""
+"""Call procedures of a server with ONC RPC (RFC 5531), without credentials."""
 
 from __future__ import annotations
 
@@ -6,26 +6,26 @@ import struct
 
 from sandbox_gateway.hosts.connect import open_connection
 
-_MAX_ANSWER_BYTES = 4 << 20
+_MAX_REPLY_BYTES = 4 << 20
 
 
 async def call(address: str, port: int, program: int, procedure: int) -> bytes:
-    """Call a procedure of version 3 without arguments, and return its result. Raises OSError, EOFError."""
+    """Call a procedure without arguments in version 3 of a program. Returns its result. Raises OSError or EOFError."""
     reader, writer = await open_connection(address, port)
     try:
         request = struct.pack(">10I", 1, 0, 2, program, 3, procedure, 0, 0, 0, 0)
         writer.write(struct.pack(">I", len(request) | 1 << 31) + request)
         reply, last = b"", False
         while not last:
-            (mark,) = struct.unpack(">I", await reader.readexactly(4))
-            last = bool(mark >> 31)
-            reply += await reader.readexactly(mark & 0x7FFFFFFF)
-            if len(reply) > _MAX_ANSWER_BYTES:
-                raise EOFError("the answer of the RPC server has too many fragments")
+            (header,) = struct.unpack(">I", await reader.readexactly(4))
+            last = bool(header >> 31)
+            reply += await reader.readexactly(header & 0x7FFFFFFF)
+            if len(reply) > _MAX_REPLY_BYTES:
+                raise EOFError("the reply of the RPC server is too long")
     finally:
         writer.close()
     if reply[4:24] != struct.pack(">5I", 1, 0, 0, 0, 0):
-        raise EOFError("it refused")
+        raise EOFError("the RPC server refused the call")
     return reply[24:]
 
 

@@ -1,9 +1,9 @@
-"""The seccomp filter of volume servers, which refuses system calls that a file server never needs.
+"""Create the seccomp filter of volume servers, which refuses system calls that a file server never needs.
 
-It is a denylist: the distribution provides nfs-ganesha, its libraries and libc, and their next versions may use other
-harmless calls. The filter refuses access to more of the kernel (modules, BPF, io_uring, keys, performance events), to
-other processes, mounts and namespaces, and to new programs: no process can be forked, and nothing in memory can be
-executed. The server's mounts are `noexec`.
+The filter is a denylist, because the distribution provides nfs-ganesha, its libraries and libc, and later versions may
+use other harmless calls. It refuses access to large parts of the kernel (modules, BPF, io_uring, keys, performance
+events) and to other processes, mounts and namespaces. It also prevents new processes and the execution of programs in
+memory; programs in files cannot be executed because the server's mounts are `noexec`.
 """
 
 from __future__ import annotations
@@ -82,14 +82,14 @@ _NUMBERS = {
     "lookup_dcookie": (212, 18),
     "nfsservctl": (180, 42),
 }
-"""Numbers of the refused system calls on x86_64 and on aarch64; None: the call does not exist."""
+"""Numbers of the refused system calls on x86_64 and aarch64. None: the call does not exist there."""
 _CLONE, _CLONE3, _SOCKET = (56, 220), (435, 435), (41, 198)
 _ARCHITECTURES = {"x86_64": (0, 0xC000003E), "aarch64": (1, 0xC00000B7)}
 _X32 = 0x40000000
 _CLONE_THREAD = 0x10000
 _NEW_NAMESPACES = 0x02000000 | 0x04000000 | 0x08000000 | 0x10000000 | 0x20000000 | 0x40000000 | 0x20000
 _FAMILIES = (1, 2, 10)
-"""The allowed address families: Unix, IPv4, IPv6."""
+"""The allowed address families of sockets: Unix, IPv4, IPv6."""
 
 _LOAD, _EQUAL, _AT_LEAST, _ANY_BIT, _RETURN = 0x20, 0x15, 0x35, 0x45, 0x06
 _NUMBER, _ARCHITECTURE, _FIRST_ARGUMENT = 0, 4, 16
@@ -99,9 +99,9 @@ _Instruction = tuple[int, int, int, int]
 
 
 def file_server_filter(machine: str = "") -> bytes:
-    """Return a BPF program (struct sock_filter[]) for seccomp(2), for this architecture or ``machine``'s."""
+    """Return a BPF program (struct sock_filter[]) for seccomp(2). ``machine``: architecture (default: this one)."""
     column, architecture = _ARCHITECTURES[machine or os.uname().machine]
-    refused = sorted(number for numbers in _NUMBERS.values() if (number := numbers[column]) is not None)
+    refused_numbers = sorted(number for numbers in _NUMBERS.values() if (number := numbers[column]) is not None)
     clone, clone3, socket = (numbers[column] for numbers in (_CLONE, _CLONE3, _SOCKET))
     allow, refuse = (_RETURN, 0, 0, _ALLOW), _fail(errno.EPERM)
     program: list[_Instruction] = [
@@ -111,10 +111,10 @@ def file_server_filter(machine: str = "") -> bytes:
         (_LOAD, 0, 0, _NUMBER),
         (_AT_LEAST, 0, 1, _X32),
         (_RETURN, 0, 0, _KILL),
-        # libc falls back to `clone`, whose flags a filter can see.
+        # After ENOSYS, libc uses `clone`, whose flags a filter can check.
         (_EQUAL, 0, 1, clone3),
         _fail(errno.ENOSYS),
-        # Allow only threads, and not in a new namespace.
+        # Allow only new threads, without new namespaces.
         (_EQUAL, 0, 5, clone),
         (_LOAD, 0, 0, _FIRST_ARGUMENT),
         (_ANY_BIT, 1, 0, _NEW_NAMESPACES),
@@ -123,11 +123,11 @@ def file_server_filter(machine: str = "") -> bytes:
         allow,
         (_EQUAL, 0, 3 + len(_FAMILIES), socket),
         (_LOAD, 0, 0, _FIRST_ARGUMENT),
-        *((_EQUAL, len(_FAMILIES) - at, 0, family) for at, family in enumerate(_FAMILIES)),
+        *((_EQUAL, len(_FAMILIES) - index, 0, family) for index, family in enumerate(_FAMILIES)),
         _fail(errno.EAFNOSUPPORT),
         allow,
     ]
-    for number in refused:
+    for number in refused_numbers:
         program += [(_EQUAL, 0, 1, number), refuse]
     program.append(allow)
     return b"".join(struct.pack("=HBBI", *instruction) for instruction in program)

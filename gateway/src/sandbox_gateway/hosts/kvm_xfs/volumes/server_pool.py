@@ -1,22 +1,24 @@
 """Serve volumes to guests: one nfs-ganesha process (NFSv3) for each mounted volume.
 
-A server runs in a mount namespace that contains only its volume's file system (`launcher`): no name or handle forged by
-a guest leads elsewhere, and nothing stays mounted when the server ends. Servers have a separate network namespace, from
-which nothing can be reached (`network`), and control groups. They run as root, with only the capabilities to act on
-behalf of users in the guests, and a seccomp filter (`seccomp`). A server outlives the gateway; the next gateway finds
-it by its command line.
+A server runs in a mount namespace that contains only its volume's file system (`launcher`). So names or handles that a
+guest forges cannot lead to other files, and nothing remains mounted when the server ends. Servers share a separate
+network namespace, in which they cannot open connections to other machines (`network`). They have control groups and a
+seccomp filter (`seccomp`), and run as root with only the capabilities to act on behalf of users in the guests. A server
+outlives the gateway; the next gateway finds it by its command line.
 
-A guest mounts its gateway's address and the volume's ports, which never change. Handles are derived from the file
+A guest mounts the volume's ports at the address of its gateway; neither ever changes. Handles are derived from the file
 system's UUID and inodes, so they are valid for every later server of the volume. A server can therefore be replaced
-while guests use it: they wait and continue, and forks keep the open files of their source. After a rollback, the handle
-of a file that is no longer in the image is stale (ESTALE); the others are valid.
+while guests use it: they wait and then continue, and forks keep the open files of their source. After a rollback, the
+handle of a file that is no longer in the image is stale (ESTALE); other handles remain valid.
 
-Rights are checked in two places: the host accepts the pairs in a set of its nftables table (`access`), and the server
-checks each client's address and whether the client may write. The server lists all clients to each of them (the MOUNT
-protocol's list of exports), so it knows sandboxes only by aliases; the host translates their packets' addresses.
+Access is checked in two places: the host accepts only the pairs in a set of its nftables table (`access`), and the
+server checks each client's address and whether the client may write. The server shows the list of its clients to each
+client (in the MOUNT protocol's list of exports). So that sandboxes do not learn each other's addresses, the host
+translates the source addresses of packets to aliases.
 
-The server reloads its configuration on SIGHUP; the new one then applies to every request, even on open connections. A
-marker in it, a client that cannot exist, appears in the list of exports and shows which configuration is in effect.
+The server reloads its configuration on SIGHUP. The new configuration then applies to every request, even on open
+connections. It contains a marker, an impossible client address that appears in the list of exports and shows which
+configuration is in effect.
 """
 
 from __future__ import annotations
@@ -53,7 +55,7 @@ from sandbox_gateway.tasks import BackgroundTasks
 
 _END_SECONDS = 10.0
 _SYNC_SECONDS = 30.0
-_ASK_SECONDS = 2.0
+_QUERY_SECONDS = 2.0
 _REPLACE_SECONDS = 5.0
 _STEADY_SECONDS = 60.0
 
@@ -63,12 +65,12 @@ log = Logger("volumes")
 class ServerPool:
     """Manages the servers of one gateway. ``volume`` is always a volume's id, ``port`` one of ``VOLUME_PORTS``.
 
-    ``VOLUME_PORTS`` is a range with step 2: a volume permanently has ``port`` (NFS) and ``port + 1`` (MOUNT), which
-    must be unique in a gateway. All methods return, or raise BackendFailed or Timeout, within bounded time.
+    ``VOLUME_PORTS`` is a range with step 2: a volume permanently owns ``port`` (NFS) and ``port + 1`` (MOUNT), which no
+    other volume of the gateway may use. All methods return, or raise BackendFailed or Timeout, within bounded time.
     """
 
     def __init__(self, network: Network, run_root: Path, ganesha: str = "ganesha.nfsd") -> None:
-        """Manage servers. ``run_root``: a directory for their files, created if it is missing."""
+        """Create an empty pool. ``run_root``: a directory for files of servers, which ``open`` creates if necessary."""
         self._access = VolumeAccess(network)
         self._starter = ServerStarter(network, run_root, ganesha, self._access)
         self._root = run_root
@@ -79,15 +81,15 @@ class ServerPool:
     # -- start and stop ---------------------------------------------------------------------------------------------
 
     async def open(self, known: set[str]) -> list[str]:
-        """Adopt the servers of ``run_root`` that still run and whose volume is ``known``. End the others.
+        """Adopt the servers in ``run_root`` that still run and whose volume is in ``known``, and stop the others.
 
-        Call it after ``SlotPool.open``, which recreates the address and the rules. Returns sentences for
+        Call this after ``SlotPool.open``, which recreates the namespace and the rules. Returns sentences for
         ``Scan.repaired``. An adopted server keeps its clients until ``serve`` is called.
         """
         self._root.mkdir(mode=0o700, parents=True, exist_ok=True)
         self._access.clear()
-        said: list[str] = []
-        for pid, volume, serves in list_processes(self._root):
+        repaired: list[str] = []
+        for pid, volume, is_serving in list_processes(self._root):
             settings = load_settings(self._root / volume)
             server = ServerProcess(volume, pid, settings or ServerSettings("", 0, {}))
             try:
@@ -95,40 +97,40 @@ class ServerPool:
             except ProcessLookupError:
                 continue
             if (
-                serves
+                is_serving
                 and settings
                 and volume in known
                 and volume not in self._servers
-                and server.is_isolated(self._starter.space)
+                and server.is_isolated(self._starter.namespace)
             ):
-                server.signal(signal.SIGCONT)  # The server is still frozen if a gateway died during a capture.
+                server.signal(signal.SIGCONT)  # If a gateway died during a capture, the server is still frozen.
                 with contextlib.suppress(OSError):
                     server.log = open_log_of(pid)
                 self._watch(server)
                 self._starter.limit(server)
                 await self._access.allow(volume, settings.access())
                 continue
-            said.append(f"ended the server of volume {volume}, which belonged to no volume")
+            repaired.append(f"ended the server of volume {volume}, which belonged to no volume")
             try:
-                await file_system.end_server(server, _END_SECONDS)
+                await file_system.stop_server(server, _END_SECONDS)
             except GatewayError as error:
-                said.append(str(error))
+                repaired.append(str(error))
             server.stop_watching()
         for directory in self._root.iterdir():
             if directory.name not in self._servers:
                 shutil.rmtree(directory, ignore_errors=True)
         self._starter.cgroups.sweep(set(self._servers))
-        return said
+        return repaired
 
     async def close(self) -> None:
-        """Stop watching servers, which keep running."""
+        """Stop watching the servers, which keep running."""
         await self._replacements.cancel()
         for server in self._servers.values():
             server.stop_watching()
         self._servers.clear()
 
     async def destroy(self) -> None:
-        """End all servers, including those of an earlier gateway."""
+        """Stop all servers, including those of an earlier gateway."""
         await self.close()
         await self.open(set())
         shutil.rmtree(self._root, ignore_errors=True)
@@ -136,27 +138,27 @@ class ServerPool:
     # -- serving ----------------------------------------------------------------------------------------------------
 
     async def serve(self, volume: str, image: Path, port: int, clients: Mapping[str, bool]) -> None:
-        """Serve the volume to exactly ``clients`` (``Slot.host_address`` → read-only). Without clients, end the server.
+        """Serve the volume to exactly ``clients`` (``Slot.host_address`` → read-only). Without clients, stop it.
 
-        Starts the server if necessary. On return, the server answers only these clients, even on open connections.
-        Idempotent, and fast if nothing changes. Call this method before a fork with the volume mounted resumes: a guest
-        whose connection is refused retries only after seconds.
+        Starts the server if necessary. On return, the server answers only these clients, even on open connections. The
+        call is idempotent, and fast if nothing changes. Call this method before a fork with the volume mounted
+        resumes: a guest whose connection is refused waits several seconds before it retries.
 
-        Clients that are no longer listed are disconnected first. A server that does not apply the change within seconds
-        is replaced, so that removing clients takes bounded time.
+        Clients that are no longer listed are disconnected first. A server that does not apply the change within a few
+        seconds is replaced, so that removing clients takes bounded time.
         """
         settings = ServerSettings(str(image), port, dict(clients))
         async with self._lock(volume):
             await self._access.revoke(volume, settings.access())
             if not clients:
                 try:
-                    await self._end(volume, _END_SECONDS)
+                    await self._stop(volume, _END_SECONDS)
                 except GatewayError as error:
-                    log.error("an unused volume server does not end", volume=volume, reason=str(error))
+                    log.error("an unused volume server could not be stopped", volume=volume, reason=str(error))
                 return
             server = self._servers.get(volume)
             if server is not None and (server.has_ended() or server.settings.port != port):
-                await self._end(volume)
+                await self._stop(volume)
                 server = None
             if server is None:
                 await self._start(volume, settings)
@@ -165,19 +167,19 @@ class ServerPool:
             await self._access.allow(volume, settings.access())
 
     async def stop(self, volume: str) -> None:
-        """End the server, if there is one. Afterwards, all its data is in the image."""
+        """Stop the server, if there is one. Afterwards, all its data is in the image."""
         async with self._lock(volume):
             await self._access.revoke(volume, set())
-            await self._end(volume)
+            await self._stop(volume)
 
     def mounts(self, volume: str, port: int, path: str, read_only: bool) -> GuestMount:
         """Return the mount for a guest's agent. It depends only on the arguments, so that forks keep their mounts.
 
-        After one sandbox has written and closed a file, others that open it see the changes (close-to-open). Names
-        and attributes are cached for a second (``actimeo``), missing files never (``lookupcache``): new files are found
-        immediately. ``nolock``: locks are local to a sandbox. ``hard``: guests wait while a server is replaced.
-        ``noresvport``: the server does not require a low port, and a new connection need not wait for the port of the
-        last one.
+        After one sandbox has written and closed a file, sandboxes that open it see the changes (close-to-open). Guests
+        cache names and attributes for one second (``actimeo``), but do not cache that a file is missing
+        (``lookupcache``), so they find new files immediately. With ``nolock``, locks are local to a sandbox. With
+        ``hard``, guests wait while a server is replaced. With ``noresvport``, a new connection uses any port, so it
+        need not wait until the port of the previous connection is free.
         """
         options = (
             f"addr={GATEWAY_ADDRESS},vers=3,proto=tcp,port={port},mountproto=tcp,mountport={port + 1},"
@@ -188,18 +190,17 @@ class ServerPool:
     # -- the file system --------------------------------------------------------------------------------------------
 
     def frozen(self, volume: str) -> AbstractAsyncContextManager[None]:
-        """Freeze the server inside this context. All earlier writes are in the image file, which can then be cloned.
+        """Freeze the server inside this context. The image then contains all earlier writes and can be cloned.
 
-        The clone's journal is replayed when the clone is first served, in milliseconds, as after a power failure. Does
-        nothing
-        without a server, because the image is then consistent. If the gateway dies inside, the next ``open`` resumes
-        the server; a frozen server can be killed.
+        When the clone is served for the first time, its journal is replayed, as after a power failure. This takes
+        milliseconds. Without a server, this context does nothing, because the image is already consistent. If the
+        gateway dies inside the context, the next ``open`` resumes the server.
         """
         return self._frozen(volume)
 
     @contextlib.asynccontextmanager
     async def _frozen(self, volume: str) -> AsyncIterator[None]:
-        # Do not use fsfreeze(8): if gateway and server died meanwhile, the kernel would never release the file system.
+        # Do not use fsfreeze(8): if gateway and server died inside, the kernel would never release the file system.
         async with self._lock(volume):
             server = self._servers.get(volume)
             if server is None or server.has_ended():
@@ -217,9 +218,9 @@ class ServerPool:
                 server.signal(signal.SIGCONT)
 
     async def flush(self, volume: str) -> None:
-        """Write all data back before ``frozen``, to keep the freeze short. Does nothing without a server."""
+        """Write all cached data to the image, to keep a following ``frozen`` short. Does nothing without a server."""
         if server := self._servers.get(volume):
-            with contextlib.suppress(BackendFailed):  # If the server has just ended, all data is already written.
+            with contextlib.suppress(BackendFailed):  # If the server has just ended, all data has been written.
                 await run_with_timeout(
                     lambda: file_system.sync(server), _SYNC_SECONDS, f"volume {volume} could not be written back"
                 )
@@ -233,7 +234,7 @@ class ServerPool:
             server = self._servers.get(volume)
             if server is None or server.has_ended():
                 return
-            if file_system.may_resize():
+            if file_system.can_resize():
                 await run_with_timeout(
                     lambda: file_system.grow(server), _SYNC_SECONDS, f"volume {volume} could not be grown"
                 )
@@ -246,7 +247,7 @@ class ServerPool:
         if server is not None and not server.has_ended():
             with contextlib.suppress(BackendFailed):
                 return await run_with_timeout(
-                    lambda: file_system.count_used(server), _ASK_SECONDS, f"volume {volume} does not answer"
+                    lambda: file_system.used_bytes(server), _QUERY_SECONDS, f"volume {volume} does not answer"
                 )
         with image.open("rb") as file:
             return block_counts(file.fileno())[1] * BLOCK
@@ -260,17 +261,17 @@ class ServerPool:
         self._watch(await self._starter.start(volume, settings))
 
     async def _reconfigure(self, server: ServerProcess, settings: ServerSettings) -> None:
-        """Configure a running server's clients. Replaces the server if it does not apply the change."""
+        """Change the clients of a running server. Replaces the server if it does not apply the change."""
         await self._starter.reconfigure(server, settings)
         if server.is_current:
             await self._access.allow(server.volume, server.settings.access())
         else:
-            await self._end(server.volume)
+            await self._stop(server.volume)
             await self._start(server.volume, server.settings)
 
     async def _restart(self, server: ServerProcess) -> None:
-        """End a server and start another. On failure, this is retried later."""
-        await self._end(server.volume)
+        """Stop a server and start another. If this fails, it is retried in the background."""
+        await self._stop(server.volume)
         try:
             await self._start(server.volume, server.settings)
         except Exception:
@@ -278,15 +279,15 @@ class ServerPool:
             self._replacements.start(self._replace(server))
             raise
 
-    async def _end(self, volume: str, seconds: float = _SYNC_SECONDS) -> None:
-        """End a server, if there is one. Its image is then consistent."""
-        # Do this first: a client whose packets are dropped retries within a second, a refused one waits longer.
+    async def _stop(self, volume: str, seconds: float = _SYNC_SECONDS) -> None:
+        """Stop a server, if there is one. Its image is then consistent."""
+        # Do this first: a client retries dropped packets within a second, but waits longer after a refusal.
         await self._access.revoke(volume, set())
         server = self._servers.pop(volume, None)
         if server is None:
             return
         try:
-            await file_system.end_server(server, seconds)
+            await file_system.stop_server(server, seconds)
         finally:
             server.stop_watching()
         self._starter.cgroups.remove(volume)
@@ -302,22 +303,21 @@ class ServerPool:
             self._replacements.start(self._replace(server))
 
     async def _replace(self, server: ServerProcess) -> None:
-        """Replace a server that ended by itself, because guests wait for it.
+        """Replace a server that ended unexpectedly, because guests wait for it.
 
-        Stops when no sandbox needs the server any more.
+        Gives up when no sandbox needs the server any longer.
         """
-        early = time.monotonic() - server.started < _STEADY_SECONDS
+        ended_early = time.monotonic() - server.start_time < _STEADY_SECONDS
         await asyncio.sleep(server.backoff_seconds())
         while True:
             async with self._lock(server.volume):
                 if self._servers.get(server.volume) is not server:
                     return
-                said = server.log_tail().removeprefix(": ")
-                log.warning("a volume server ended, starting another", volume=server.volume, said=said)
+                output = server.log_tail().removeprefix(": ")
+                log.warning("a volume server ended, starting another", volume=server.volume, output=output)
                 try:
-                    await file_system.end_server(
-                        server, _SYNC_SECONDS
-                    )  # The server has ended; its image may not be complete yet.
+                    # The server has ended, but its image may not be complete yet.
+                    await file_system.stop_server(server, _SYNC_SECONDS)
                     await self._start(server.volume, server.settings)
                 except (GatewayError, OSError) as error:
                     log.error(
@@ -326,7 +326,7 @@ class ServerPool:
                         reason=str(error),
                     )
                 else:
-                    self._servers[server.volume].early_ends = server.early_ends + 1 if early else 0
+                    self._servers[server.volume].early_ends = server.early_ends + 1 if ended_early else 0
                     server.stop_watching()
                     return
             await asyncio.sleep(_REPLACE_SECONDS)

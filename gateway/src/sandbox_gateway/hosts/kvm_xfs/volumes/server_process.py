@@ -1,4 +1,4 @@
-"""One volume server: its process, its configuration file, and the stored description of its volume and clients."""
+"""Control the process of a volume server, and store its settings for the next gateway."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from pathlib import Path
 from sandbox_gateway.errors import BackendFailed
 from sandbox_gateway.hosts.kvm_xfs.qemu.bounded_log import read_log
 from sandbox_gateway.hosts.kvm_xfs.volumes import launcher
-from sandbox_gateway.hosts.kvm_xfs.volumes.launcher import CONFIG, ROOT
+from sandbox_gateway.hosts.kvm_xfs.volumes.launcher import CONFIG, ROOT_FD
 
 _STEADY_SECONDS = 60.0
 _MAX_BACKOFF_SECONDS = 30.0
@@ -25,34 +25,36 @@ _SETTINGS = "wanted.json"
 
 @dataclass(frozen=True)
 class ServerSettings:
-    """The volume that a server should serve, and its clients; stored beside the server for the next gateway."""
+    """The volume that a server must serve, and whether each client, keyed by address, is read-only."""
 
     image: str
     port: int
     clients: dict[str, bool]
 
     def access(self) -> set[str]:
-        """Return the elements of the host's set that allow the clients to connect."""
+        """Return the (address . port) pairs that the host must allow so that the clients can connect."""
         return {f"{address} . {port}" for address in self.clients for port in (self.port, self.port + 1)}
 
 
 @dataclass
 class ServerProcess:
+    """The process of a volume server, which may have ended."""
+
     volume: str
     pid: int
     settings: ServerSettings
     is_current: bool = False
-    """Whether the server is known to have applied its configuration. False for an adopted server."""
+    """Whether the server has confirmed that it applied its configuration. False for an adopted server."""
     pidfd: int = -1
     log: int = -1
-    """Descriptor of the memory that contains its log."""
-    started: float = field(default_factory=time.monotonic)
+    """Descriptor of the server's in-memory log."""
+    start_time: float = field(default_factory=time.monotonic)
     early_ends: int = 0
-    """Number of directly preceding servers of this volume that ended soon after their start."""
+    """How many of the volume's servers in a row, before this one, ended soon after their start."""
 
     def backoff_seconds(self) -> float:
-        """Return the seconds to wait before starting a successor: a guest may crash each server on purpose."""
-        if time.monotonic() - self.started >= _STEADY_SECONDS or not self.early_ends:
+        """Return the seconds to wait before starting a successor. A guest may crash every server, so they increase."""
+        if time.monotonic() - self.start_time >= _STEADY_SECONDS or not self.early_ends:
             return 0.0
         return min(2.0 ** (self.early_ends - 1), _MAX_BACKOFF_SECONDS)
 
@@ -65,48 +67,48 @@ class ServerProcess:
                 signal.pidfd_send_signal(self.pidfd, number)
 
     def directory(self) -> int:
-        """Open the root of the served file system. Raises BackendFailed if the server has ended."""
-        return self._descriptor(f"root/{self.volume}")
+        """Open the root of the served file system. Returns the descriptor. Raises BackendFailed if the server ended."""
+        return self._open(f"root/{self.volume}")
 
     def configure(self, text: str) -> None:
         """Replace the server's configuration, which it reads on SIGHUP.
 
         Raises BackendFailed if the server has ended.
         """
-        root = self._descriptor(f"fd/{ROOT}")
+        root = self._open(f"fd/{ROOT_FD}")
         try:
             replace_file(Path(f"/proc/self/fd/{root}", CONFIG), text)
         finally:
             os.close(root)
 
-    def is_isolated(self, space: Path) -> bool:
-        """Return whether the server has no access to the host's files and runs in the network namespace ``space``."""
+    def is_isolated(self, namespace: Path) -> bool:
+        """Return whether the server sees only its volume's files and runs in the network namespace ``namespace``."""
         with contextlib.suppress(OSError):
             mounts = Path(f"/proc/{self.pid}/mountinfo").read_text().splitlines()
-            alone = {line.split()[4] for line in mounts} == {"/", f"/{self.volume}"}
-            return alone and Path(f"/proc/{self.pid}/ns/net").samefile(space)
+            has_only_volume = {line.split()[4] for line in mounts} == {"/", f"/{self.volume}"}
+            return has_only_volume and Path(f"/proc/{self.pid}/ns/net").samefile(namespace)
         return False
 
     def log_tail(self) -> str:
-        """Return the tail of the server's log, as the end of a sentence."""
+        """Return ": " and the tail of the server's log, to append to a sentence, or "" if the log is empty."""
         try:
             lines = read_log(self.log).splitlines()
         except OSError:
             return ""
         # Each line starts with date, program and thread; lines of level NULL are always written.
-        said = [line.rpartition("] ")[2].strip() for line in lines if ":NULL :" not in line]
-        return f": {'; '.join(said[-4:])[-800:]}" if said else ""
+        messages = [line.rpartition("] ")[2].strip() for line in lines if ":NULL :" not in line]
+        return f": {'; '.join(messages[-4:])[-800:]}" if messages else ""
 
-    def _descriptor(self, what: str) -> int:
-        """Open a directory below the server's entry in /proc."""
+    def _open(self, path: str) -> int:
+        """Open a directory below the server's entry in /proc and return the descriptor."""
         try:
-            found = os.open(f"/proc/{self.pid}/{what}", os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+            descriptor = os.open(f"/proc/{self.pid}/{path}", os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
         except OSError as error:
             raise BackendFailed(f"the server of volume {self.volume} has ended ({error.strerror}): try again") from None
-        if self.has_ended():  # The pid may belong to another process by now.
-            os.close(found)
-            raise BackendFailed(f"the server of volume {self.volume} has ended: try again: try again")
-        return found
+        if self.has_ended():  # Another process may have the same pid now.
+            os.close(descriptor)
+            raise BackendFailed(f"the server of volume {self.volume} has ended: try again")
+        return descriptor
 
     def stop_watching(self) -> None:
         """Stop watching the process, which keeps running."""
@@ -120,13 +122,13 @@ class ServerProcess:
 
 def wait_until_ended(pidfd: int, seconds: float) -> bool:
     """Wait at most ``seconds`` for a process to end. Returns whether it has ended."""
-    waiting = select.poll()
-    waiting.register(pidfd, select.POLLIN)
-    return bool(waiting.poll(seconds * 1000))
+    poll = select.poll()
+    poll.register(pidfd, select.POLLIN)
+    return bool(poll.poll(seconds * 1000))
 
 
 def list_processes(root: Path) -> Iterator[tuple[int, str, bool]]:
-    """Yield the processes of servers below ``root``: (pid, volume, whether it serves or is still being launched)."""
+    """Yield (pid, volume, is serving) of each server process below ``root``. One that is not serving is a launcher."""
     for entry in Path("/proc").iterdir():
         if not entry.name.isdigit():
             continue
@@ -140,17 +142,16 @@ def list_processes(root: Path) -> Iterator[tuple[int, str, bool]]:
 
 
 def save_settings(directory: Path, settings: ServerSettings) -> None:
-    """Store a server's volume and clients beside it."""
+    """Store a server's settings in its directory."""
     replace_file(directory / _SETTINGS, json.dumps(asdict(settings)))
 
 
 def load_settings(directory: Path) -> ServerSettings | None:
-    """Load a server's volume and clients; None if they cannot be read."""
+    """Load a server's settings from its directory. Returns None if they cannot be read."""
     try:
-        found = json.loads((directory / _SETTINGS).read_text())
-        return ServerSettings(
-            str(found["image"]), int(found["port"]), {str(k): bool(v) for k, v in found["clients"].items()}
-        )
+        data = json.loads((directory / _SETTINGS).read_text())
+        clients = {str(address): bool(read_only) for address, read_only in data["clients"].items()}
+        return ServerSettings(str(data["image"]), int(data["port"]), clients)
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
         return None
 

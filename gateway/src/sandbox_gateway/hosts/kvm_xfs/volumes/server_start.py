@@ -1,4 +1,4 @@
-"""Start volume servers, and configure the clients of running servers."""
+"""Start volume servers, and change the clients of running servers."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from pathlib import Path
 from sandbox_gateway.command import child_environment
 from sandbox_gateway.config import Network
 from sandbox_gateway.errors import BackendFailed, Timeout
-from sandbox_gateway.hosts.kvm_xfs.network.addresses import volume_address, volume_gateway, volume_space
+from sandbox_gateway.hosts.kvm_xfs.network.addresses import volume_address, volume_gateway, volume_namespace
 from sandbox_gateway.hosts.kvm_xfs.qemu.bounded_log import create_log
 from sandbox_gateway.hosts.kvm_xfs.qemu.cgroup import Cgroups
 from sandbox_gateway.hosts.kvm_xfs.volumes import file_system, launcher, rpc
@@ -32,11 +32,11 @@ from sandbox_gateway.log import Logger
 
 _START_SECONDS = 20.0
 _APPLY_SECONDS = 2.0
-_ASK_SECONDS = 2.0
-_ASK_INTERVAL = 0.005
+_QUERY_SECONDS = 2.0
+_QUERY_INTERVAL_SECONDS = 0.005
 
 _MEMORY_MB, _CPUS = 1024, 1.5
-"""Limits of a server. Its cache of the volume counts towards them, but is released as needed."""
+"""Limits of a server. The page cache of the volume counts towards the memory limit, but is released as needed."""
 
 _NFS, _MOUNT, _MOUNT_EXPORT = 100003, 100005, 5
 
@@ -44,7 +44,7 @@ log = Logger("volumes")
 
 
 class ServerStarter:
-    """Starts servers below the directory ``root``."""
+    """Starts and reconfigures servers, whose files are below the directory ``root``."""
 
     def __init__(self, network: Network, root: Path, ganesha: str, access: VolumeAccess) -> None:
         self._address = volume_address(network)
@@ -52,7 +52,7 @@ class ServerStarter:
         self._root = root
         self._ganesha = ganesha
         self._access = access
-        self.space = volume_space(network)
+        self.namespace = volume_namespace(network)
         self.cgroups = Cgroups(network.prefix, "volumes")
 
     def limit(self, server: ServerProcess) -> None:
@@ -60,20 +60,20 @@ class ServerStarter:
         self.cgroups.place(server.volume, server.pid, memory_mb=_MEMORY_MB, cpus=_CPUS)
 
     async def start(self, volume: str, settings: ServerSettings) -> ServerProcess:
-        """Start a server if none runs, and allow its clients to connect. On failure nothing of the server remains."""
+        """Start the server of a volume, and allow its clients to connect. On failure, the server is killed."""
         program = _find_program(self._ganesha)
-        started = time.monotonic()
-        await self._access.revoke(volume, set())  # No request may reach the server before it is isolated.
+        start = time.monotonic()
+        await self._access.revoke(volume, set())  # No request must reach the server before it is isolated.
         directory = self._root / volume
         (directory / "root").mkdir(mode=0o700, parents=True, exist_ok=True)
-        await file_system.fit(Path(settings.image))
+        await file_system.grow_offline(Path(settings.image))
         save_settings(directory, settings)
         marker, text = self._configuration(volume, settings)
         replace_file(directory / CONFIG, text)
         server = ServerProcess(volume, 0, settings, log=create_log())
         process = await asyncio.create_subprocess_exec(
             *(sys.executable, "-I", "-S", launcher.__file__, settings.image, str(directory), volume, program),
-            *(str(self.space), file_server_filter().hex()),
+            *(str(self.namespace), file_server_filter().hex()),
             stdin=asyncio.subprocess.PIPE,
             stdout=asyncio.subprocess.PIPE,
             stderr=server.log,
@@ -87,19 +87,18 @@ class ServerStarter:
             await self._access.allow(volume, settings.access())
         except BaseException as error:
             with contextlib.suppress(ProcessLookupError):
-                os.killpg(
-                    process.pid, signal.SIGKILL
-                )  # Kill the whole session, because the server's pid may be unknown.
+                # Kill the whole process group, because the server's pid may be unknown.
+                os.killpg(process.pid, signal.SIGKILL)
             await process.wait()
-            said = server.log_tail()
+            log_tail = server.log_tail()
             server.stop_watching()
             if isinstance(error, TimeoutError):
                 raise Timeout(
-                    f"the server of volume {volume} did not answer within {_START_SECONDS:g} s{said}"
+                    f"the server of volume {volume} did not answer within {_START_SECONDS:g} s{log_tail}"
                 ) from None
             raise
         server.is_current = True
-        log.info("serving a volume", volume=volume, pid=server.pid, ms=round((time.monotonic() - started) * 1000))
+        log.info("serving a volume", volume=volume, pid=server.pid, ms=round((time.monotonic() - start) * 1000))
         return server
 
     async def _wait_until_ready(self, process: asyncio.subprocess.Process, server: ServerProcess, marker: str) -> None:
@@ -112,15 +111,15 @@ class ServerStarter:
             await self._wait_until_applied(server, marker)
             process.stdin.close()
         await process.wait()
-        if server.has_ended() or process.returncode or not server.is_isolated(self.space):
-            raise BackendFailed(f"volume {server.volume} cannot be served{server.log_tail() or ': it ended'}")
+        if server.has_ended() or process.returncode or not server.is_isolated(self.namespace):
+            raise BackendFailed(f"volume {server.volume} cannot be served{server.log_tail() or ': its server ended'}")
 
     async def reconfigure(self, server: ServerProcess, settings: ServerSettings) -> None:
-        """Configure a running server's clients.
+        """Change the clients of a running server.
 
-        Afterwards, ``server.is_current`` shows whether the server applied the change.
+        Afterwards, ``server.is_current`` tells whether the server applied the change.
         """
-        # Keep the mounted image: to serve a different one, the server must be ended first.
+        # Keep the mounted image: serving another image requires another server.
         server.settings = ServerSettings(server.settings.image, settings.port, settings.clients)
         server.is_current = False
         save_settings(self._root / server.volume, server.settings)
@@ -135,16 +134,16 @@ class ServerStarter:
             log.warning("a volume server did not reload its configuration and will be replaced", volume=server.volume)
 
     async def _wait_until_applied(self, server: ServerProcess, marker: str) -> None:
-        """Wait until the server answers with the configuration that has the marker, or has ended."""
+        """Wait until the configuration with the marker is in effect, or the server has ended."""
         while True:
             if server.has_ended() or await self._has_marker(server.settings.port, marker):
                 return
-            await asyncio.sleep(_ASK_INTERVAL)
+            await asyncio.sleep(_QUERY_INTERVAL_SECONDS)
 
     async def _has_marker(self, port: int, marker: str) -> bool:
-        """Return whether the server at ``port`` answers with the configuration that has the marker."""
+        """Return whether the server at ``port`` answers and its configuration contains the marker."""
         try:
-            async with asyncio.timeout(_ASK_SECONDS):
+            async with asyncio.timeout(_QUERY_SECONDS):
                 exports = await rpc.call(self._address, port + 1, _MOUNT, _MOUNT_EXPORT)
                 if rpc.encode_opaque(f"{marker}/32") not in exports:
                     return False
@@ -154,19 +153,24 @@ class ServerStarter:
             return False
 
     def _configuration(self, volume: str, settings: ServerSettings) -> tuple[str, str]:
-        """Return the marker of a server's configuration, and its text."""
+        """Return the marker and the text of a server's configuration."""
         marker = marker_of(settings)
         return marker, configuration(
-            self._address, self._gateway, volume, settings.port, self._access.aliases.of_all(settings.clients), marker
+            self._address,
+            self._gateway,
+            volume,
+            settings.port,
+            self._access.aliases.alias_clients(settings.clients),
+            marker,
         )
 
 
 def _find_program(name: str) -> str:
     """Return the path of a program, which is the same in the server's root. Raises BackendFailed."""
-    found = shutil.which(name)
-    if found is None:
+    path = shutil.which(name)
+    if path is None:
         raise BackendFailed(
             f"{name} is not installed: install nfs-ganesha and nfs-ganesha-vfs, or run the kvm_xfs_host role of this "
             "collection"
         )
-    return str(Path(found).resolve())
+    return str(Path(path).resolve())

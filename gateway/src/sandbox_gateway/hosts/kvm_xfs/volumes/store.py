@@ -1,10 +1,10 @@
 """Store volumes on the disk: an image for each volume, with its snapshots beside it.
 
-An image is sparse and contains a file system; its length is the volume's size. Renaming a directory commits a volume or
-a snapshot, renaming a file commits a rollback, and the image's new length commits growth: if a record has a smaller
-size, growth was interrupted, and the next start corrects the record.
+An image is a sparse file that contains a file system; its length is the volume's size. Renaming a directory commits a
+volume or a snapshot, renaming a file commits a rollback, and the new length of the image commits growth. If the size in
+a record is smaller than the image, growth was interrupted, and the next start corrects the record.
 
-This module does not know whether a volume is in use. The caller freezes its server while an image is cloned.
+This module does not know whether a volume is in use. The caller must freeze its server while an image is cloned.
 """
 
 from __future__ import annotations
@@ -36,22 +36,19 @@ _OLD = f"{PARTIAL}old.img"
 
 
 class VolumeStore:
-    """Manages the volumes under one state root.
-
-    Methods raise OSError for errors of the file system, and GatewayError.
-    """
+    """Manages the volumes below one state root. Methods raise OSError if the file system fails, and GatewayError."""
 
     def __init__(self, layout: Layout, quarantine: Quarantine) -> None:
         self._quarantine = quarantine
         self._root = layout.volumes
         self.growing: list[Volume] = []
-        """Volumes whose image ``scan`` found longer than recorded, because their growth was interrupted."""
+        """Volumes whose growth was interrupted: ``scan`` found their images to be longer than recorded."""
 
     def image(self, volume: str) -> Path:
         return self._root / volume / IMAGE
 
     def require_image(self, volume: str) -> Path:
-        """Return the image's path. Raises Conflict if a damaged image was moved away and only snapshots remain."""
+        """Return the path of a volume's image. Raises Conflict if the image was damaged and only snapshots remain."""
         if not (image := self.image(volume)).exists():
             raise Conflict(
                 f"the image of volume {volume} was damaged and moved away: roll the volume back to one of its snapshots"
@@ -61,9 +58,9 @@ class VolumeStore:
     # -- creating, growing, removing --------------------------------------------------------------------------------
 
     async def create(self, volume: Volume, source: VolumeSnapshot | None) -> None:
-        """Create a volume, empty or from ``source``, of at least ``volume.size_mb`` MiB. On failure nothing remains."""
+        """Create a volume of at least ``volume.size_mb`` MiB, empty or from ``source``. On failure, it is removed."""
         final = self._root / volume.id
-        with _created(final) as partial:
+        with _partial_directory(final) as partial:
             (partial / _SNAPSHOTS).mkdir(mode=0o700)
             if source is None:
                 await _format(partial / IMAGE, volume)
@@ -72,7 +69,7 @@ class VolumeStore:
             await asyncio.to_thread(_finish_volume, partial, final, volume)
 
     def grow(self, volume: str, size_mb: int) -> None:
-        """Commit the new length of an image. The caller then writes the record with ``save``."""
+        """Grow an image, which commits the growth. The caller must then update the record with ``save``."""
         image = self.require_image(volume)
         _extend(image, size_mb)
         directory_records.sync_file(image)
@@ -93,7 +90,7 @@ class VolumeStore:
         return PendingSnapshot(self.require_image(snapshot.volume), self._snapshot(snapshot), snapshot)
 
     def stage(self, volume: Volume, snapshot: VolumeSnapshot) -> None:
-        """Put a copy of ``snapshot``, with the volume's current size, beside the image; for ``swap``."""
+        """Create a copy of ``snapshot`` with the volume's current size beside the image, for ``swap``."""
         new = self._root / volume.id / _NEW
         new.unlink(missing_ok=True)
         try:
@@ -105,7 +102,7 @@ class VolumeStore:
             raise
 
     def swap(self, volume: str) -> None:
-        """Replace the image with the staged copy. The old image is kept until ``settle``."""
+        """Replace the image with the staged copy. Keeps the old image until ``remove_staged``."""
         directory = self._root / volume
         (directory / _OLD).unlink(missing_ok=True)
         if (directory / IMAGE).exists():
@@ -114,14 +111,14 @@ class VolumeStore:
         directory_records.sync_directory(directory)
 
     def swap_back(self, volume: str) -> None:
-        """Undo ``swap``, if it has happened, and remove the staged copy."""
+        """Undo ``swap``: restore the old image. Does nothing if the image was not swapped."""
         directory = self._root / volume
         if (directory / _OLD).exists():
             (directory / _OLD).replace(directory / IMAGE)
             directory_records.sync_directory(directory)
 
-    def settle(self, volume: str) -> None:
-        """Remove the files that ``stage`` and ``swap`` left beside the image."""
+    def remove_staged(self, volume: str) -> None:
+        """Remove the staged copy and the old image."""
         with contextlib.suppress(OSError):  # If this fails, the next start removes the files.
             for name in (_NEW, _OLD):
                 (self._root / volume / name).unlink(missing_ok=True)
@@ -132,98 +129,105 @@ class VolumeStore:
     # -- scanning ---------------------------------------------------------------------------------------------------
 
     def scan(self, scan: Scan) -> Ports:
-        """Sweep, quarantine and repair, then add the volumes to ``scan``, which already has the sandboxes' snapshots.
+        """Sweep, quarantine and repair the volumes, and add them to ``scan``, which must already contain the snapshots.
 
-        Each volume then has a port. Returns the unused ports.
+        Assigns a port to each volume. Returns the pool of ports.
         """
-        kept = {"", *(snapshot.id for snapshot in scan.snapshots)}
-        swept = directory_records.sweep(self._root)
+        snapshot_ids = {"", *(snapshot.id for snapshot in scan.snapshots)}
+        removed_names = directory_records.sweep(self._root)
         for directory in directory_records.directories(self._root):
             if (directory / _SNAPSHOTS).is_dir():
-                swept += directory_records.sweep(directory / _SNAPSHOTS)
-            snapshots = self._scan_snapshots(directory, kept, scan.repaired)
-            with self._quarantine.guarding(directory, scan.repaired):
+                removed_names += directory_records.sweep(directory / _SNAPSHOTS)
+            snapshots = self._scan_snapshots(directory, snapshot_ids, scan.repaired)
+            with self._quarantine.quarantine_if_damaged(directory, scan.repaired):
                 scan.volumes.append(self._scan_volume(directory, snapshots, scan.repaired))
                 scan.volume_snapshots += snapshots
-        scan.repaired += [f"removed {name}, which was never committed" for name in swept]
-        return self._settle_ports(scan)
+        scan.repaired += [f"removed {name}, which was never committed" for name in removed_names]
+        return self._assign_ports(scan)
 
-    def _scan_snapshots(self, directory: Path, kept: Collection[str], repaired: list[str]) -> list[VolumeSnapshot]:
-        found = []
-        for place in directory_records.directories(directory / _SNAPSHOTS) if (directory / _SNAPSHOTS).is_dir() else []:
-            with self._quarantine.guarding(place, repaired):
-                snapshot = _whole_snapshot(place, directory.name)
-                if snapshot.sandbox_snapshot in kept:
-                    found.append(snapshot)
-                elif self._quarantine.has(snapshot.sandbox_snapshot):
+    def _scan_snapshots(
+        self, directory: Path, snapshot_ids: Collection[str], repaired: list[str]
+    ) -> list[VolumeSnapshot]:
+        """Return the intact snapshots of a volume. Removes those that belong to an uncommitted sandbox snapshot."""
+        if not (directory / _SNAPSHOTS).is_dir():
+            return []
+        intact_snapshots = []
+        for entry in directory_records.directories(directory / _SNAPSHOTS):
+            with self._quarantine.quarantine_if_damaged(entry, repaired):
+                snapshot = _read_snapshot(entry, directory.name)
+                if snapshot.sandbox_snapshot in snapshot_ids:
+                    intact_snapshots.append(snapshot)
+                elif self._quarantine.contains(snapshot.sandbox_snapshot):
                     raise ValueError(f"it belongs to snapshot {snapshot.sandbox_snapshot}, which is damaged")
                 else:
-                    directory_records.remove_durably(place)
+                    directory_records.remove_durably(entry)
                     repaired.append(
-                        f"removed {place.name} of volume {directory.name}, whose snapshot was never committed"
+                        f"removed {entry.name} of volume {directory.name}, whose snapshot was never committed"
                     )
-        return found
+        return intact_snapshots
 
     def _scan_volume(self, directory: Path, snapshots: list[VolumeSnapshot], repaired: list[str]) -> Volume:
-        """Return the volume's record, repaired. Raises ValueError if neither an image nor a snapshot is left."""
+        """Return the repaired record of a volume. Raises ValueError if neither an image nor a snapshot is left."""
         length_mb = _length_mb(directory / IMAGE)
         try:
             volume = directory_records.read_record(directory, Volume)
             if volume.id != directory.name:
                 raise ValueError(f"its manifest belongs to {volume.id}")
         except ValueError as error:
-            volume = self._without_record(directory, length_mb, snapshots, str(error), repaired)
+            volume = self._recreate_record(directory, length_mb, snapshots, str(error), repaired)
         if length_mb < volume.size_mb:
             if not snapshots:
                 raise ValueError(f"{IMAGE} is missing or too short")
-            moved = self._move_to_quarantine(directory / IMAGE)
+            suffix = self._move_to_quarantine(directory / IMAGE)
             repaired.append(
-                f"the image of volume {volume.id} is missing or too short{moved}: roll it back to one of "
+                f"the image of volume {volume.id} is missing or too short{suffix}: roll it back to one of "
                 "its snapshots, which are intact"
             )
         elif length_mb > volume.size_mb:
             volume.size_mb = length_mb
             self.growing.append(volume)
-            repaired.append(f"completed the interrupted growth of volume {volume.id}, which now has {length_mb} MiB")
+            repaired.append(
+                f"completed the interrupted growth of volume {volume.id}, whose size is now {length_mb} MiB"
+            )
         return volume
 
-    def _without_record(
+    def _recreate_record(
         self, directory: Path, length_mb: int, snapshots: list[VolumeSnapshot], reason: str, repaired: list[str]
     ) -> Volume:
-        """Create a record for a volume that has lost its own: sandboxes that mount it know its id."""
+        """Create a record for a volume whose own is damaged. The volume keeps its id, because sandboxes refer to it."""
         size_mb = max([length_mb, *(snapshot.size_mb for snapshot in snapshots)])
         try:
             volume = Volume(id=directory.name, name=directory.name, size_mb=size_mb)
         except ValidationError:
             raise ValueError(reason) from None
-        moved = self._move_to_quarantine(directory / MANIFEST)
+        suffix = self._move_to_quarantine(directory / MANIFEST)
         self._save_if_possible(volume)
-        repaired.append(f"the record of volume {volume.id} is damaged ({reason}){moved}: use its id {volume.id}")
+        repaired.append(f"the record of volume {volume.id} is damaged ({reason}){suffix}: use its id {volume.id}")
         return volume
 
     def _move_to_quarantine(self, path: Path) -> str:
-        """Move a damaged file away, if it exists. Returns text for the middle of a sentence."""
+        """Move a damaged file to the quarantine, if it exists. Returns a clause about this to append to a sentence."""
         return f" and was moved to {self._quarantine.move(path)}" if path.exists() else ""
 
-    def _settle_ports(self, scan: Scan) -> Ports:
-        """Give each volume a unique port. If two volumes have the same port, the older volume keeps it."""
+    def _assign_ports(self, scan: Scan) -> Ports:
+        """Assign a unique port to each volume. If two volumes have the same port, the older volume keeps it."""
         taken: set[int] = set()
-        without: list[Volume] = []
+        unassigned_volumes: list[Volume] = []
         for volume in sorted(scan.volumes, key=lambda each: each.created_at):
             port = volume.host.get("port", 0)
             if port in VOLUME_PORTS and port not in taken:
                 taken.add(port)
             else:
-                without.append(volume)
+                unassigned_volumes.append(volume)
         ports = Ports(taken)
-        for volume in without:
+        for volume in unassigned_volumes:
             volume.host["port"] = ports.take()
             self._save_if_possible(volume)
             scan.repaired.append(f"volume {volume.id} now has port {volume.host['port']} and is mounted again")
         return ports
 
     def _save_if_possible(self, volume: Volume) -> None:
-        """Write a repaired record. If the file system is full, the next start repairs it again."""
+        """Write a repaired record. If this fails, for example on a full disk, the next start repairs it again."""
         with contextlib.suppress(OSError):
             self.save(volume)
 
@@ -238,8 +242,8 @@ async def _format(image: Path, volume: Volume) -> None:
 
 
 @contextlib.contextmanager
-def _created(final: Path) -> Iterator[Path]:
-    """Yield the directory in which ``final`` is created. On failure neither remains."""
+def _partial_directory(final: Path) -> Iterator[Path]:
+    """Create and yield the directory in which ``final`` is created. On failure, remove both."""
     partial = directory_records.partial_of(final)
     partial.mkdir(mode=0o700)
     try:
@@ -262,15 +266,15 @@ def _extend(image: Path, size_mb: int) -> None:
 
 
 def _length_mb(image: Path) -> int:
-    """Return the length of an image in whole MiB; 0 if there is none."""
+    """Return the length of an image in whole MiB, or 0 if it does not exist."""
     try:
         return image.stat().st_size >> 20
     except OSError:
         return 0
 
 
-def _whole_snapshot(directory: Path, volume: str) -> VolumeSnapshot:
-    """Read a snapshot's record and check it and its image. Raises ValueError with the reason."""
+def _read_snapshot(directory: Path, volume: str) -> VolumeSnapshot:
+    """Read a snapshot's record, and check the record and the image. Raises ValueError with the reason."""
     snapshot = directory_records.read_record(directory, VolumeSnapshot)
     if (snapshot.id, snapshot.volume) != (directory.name, volume):
         raise ValueError(f"its manifest belongs to {snapshot.id} of volume {snapshot.volume}")

@@ -1,6 +1,6 @@
 #!/bin/sh
-# Sets address and route, which are the same in every sandbox: a fork needs no change of them.
-# The card is found by its MAC address: the kernel may have named it before udev's rules were loaded.
+# Set address and route. They are the same in every sandbox, so that a fork need not change them.
+# Find the card by its MAC address, because the kernel may have named it before udev's rules were loaded.
 modprobe -q virtio_net
 tries=0
 while [ "$tries" -lt 100 ]; do
@@ -21,5 +21,5 @@ link set dev $name up
 address replace @GUEST_ADDRESS@/@GUEST_PREFIX@ dev $name
 route replace default via @GATEWAY_ADDRESS@ dev $name
 END
-# Volumes need it. Loaded while the template boots, it is in the memory of every fork; later it takes seconds.
+# Volumes need this module. Loading it takes seconds, so load it while the template boots: forks inherit it.
 modprobe -q nfsv3 &

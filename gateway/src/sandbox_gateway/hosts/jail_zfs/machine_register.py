@@ -1,4 +1,4 @@
-"""The machines of running sandboxes, and the numbers of their addresses."""
+"""Keep a register of the machines of running sandboxes and of the numbers of their addresses."""
 
 from __future__ import annotations
 
@@ -13,19 +13,19 @@ from sandbox_gateway.records import Sandbox
 
 @dataclass
 class Machine:
-    """A jail that exists, or that ended by itself and has not been cleaned up yet."""
+    """A jail that exists, or that stopped on its own and has not been cleaned up yet."""
 
     jail: str
     epair: Epair
     root: Path
     is_running: bool = False
     has_answered: bool = False
-    """Whether a probe has reached the agent, so the machine is no longer starting."""
+    """Whether a probe has reached the agent. Until then, the machine counts as starting."""
     has_ended: bool = False
 
 
-class RunningMachines:
-    """Machines by the instance of their sandbox. Each has a unique number, which determines its address."""
+class MachineRegister:
+    """Machines, keyed by the instance of their sandbox. Each has a unique number, which determines its address."""
 
     def __init__(self, bridge: Bridge) -> None:
         self._bridge = bridge
@@ -57,12 +57,12 @@ class RunningMachines:
 
     def create(self, instance: str, jail: str, root: Path) -> Machine:
         """Reserve a number for a jail that is about to start. Raises Busy if all numbers are in use."""
-        machine = Machine(jail, self._bridge.epair(self._free_number()), root)
+        machine = Machine(jail, self._bridge.epair(self._choose_number()), root)
         self._numbers.add(machine.epair.number)
         self._machines[instance] = machine
         return machine
 
-    def _free_number(self) -> int:
+    def _choose_number(self) -> int:
         """Return the number that has been unused longest, so that no peer has its address cached."""
         for step in range(self._bridge.capacity):
             number = (self._next + step) % self._bridge.capacity + 2
@@ -71,7 +71,7 @@ class RunningMachines:
                 return number
         raise Busy(
             f"all {self._bridge.capacity} addresses of {self._bridge.subnet} are in use: "
-            "remove sandboxes, or configure a larger [network] subnet"
+            "remove sandboxes, or set [network] subnet to a larger network"
         )
 
     def adopt(self, instance: str, jail: str, number: object, root: Path) -> bool:
@@ -87,10 +87,10 @@ class RunningMachines:
         return True
 
     def pop(self, instance: str) -> Machine | None:
-        """Remove a machine. Its number stays reserved until ``free_number``."""
+        """Remove a machine. Its number stays reserved until ``release_number``."""
         return self._machines.pop(instance, None)
 
-    def free_number(self, machine: Machine) -> None:
+    def release_number(self, machine: Machine) -> None:
         self._numbers.discard(machine.epair.number)
 
     def clear(self) -> None:

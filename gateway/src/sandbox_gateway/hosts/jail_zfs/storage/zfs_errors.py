@@ -45,16 +45,19 @@ def gateway_error(error: zfs.exceptions.ZFSError) -> GatewayError:
         case zfs.exceptions.QuotaExceeded():
             return OverQuota(f"the disk quota of{name} is too small for its data: choose a larger quota")
         case zfs.exceptions.ZFSInitializationFailed():
-            return BackendFailed(f"ZFS cannot be reached ({error.said}): check that ZFS is installed and running")
+            return BackendFailed(f"ZFS cannot be reached: {error.details}")
         case zfs.exceptions.DatasetBusy():
-            listed = f" ({', '.join(error.related)})" if error.related else ""
-            return Busy(f"the dataset{name} is busy{listed}: a process or a mount still uses it, so try again later")
+            dependents = f" ({', '.join(error.related)})" if error.related else ""
+            return Busy(
+                f"the dataset{name} is busy{dependents}: a process or a mount still uses it, so try again later"
+            )
         case zfs.exceptions.SuspendedPool() | zfs.exceptions.ReadOnlyPool():
             return BackendFailed(
-                f"{error.message}:{name or ' the pool'} does not accept writes: run `zpool status` to find the cause"
+                f"the pool of{name or ' the dataset'} does not accept writes ({error.message}): run `zpool status` to "
+                "find the cause"
             )
         case zfs.exceptions.NameInvalid() | zfs.exceptions.NameTooLong() | zfs.exceptions.PropertyInvalid():
-            return Invalid(f"ZFS refused{name}: {error.said or error.message}")
+            return Invalid(f"ZFS refused{name}: {error.details or error.message}")
     return BackendFailed(f"ZFS failed: {error}")
 
 
@@ -63,9 +66,9 @@ def check_quota(origin: str, size_mb: int | None, noun: str = "disk") -> None:
 
     zfs-fuse reports "out of space" if a clone would be larger than its quota.
     """
-    held = zfs.get_props([origin], ["referenced"])[origin]["referenced"].number
-    if size_mb is not None and held > size_mb << 20:
+    referenced = zfs.get_props([origin], ["referenced"])[origin]["referenced"].number
+    if size_mb is not None and referenced > size_mb << 20:
         raise OverQuota(
-            f"a {noun} of {size_mb} MiB is too small, because the snapshot contains {(held >> 20) + 1} MiB: "
+            f"a {noun} of {size_mb} MiB is too small, because the snapshot contains {(referenced >> 20) + 1} MiB: "
             "choose a larger size"
         )

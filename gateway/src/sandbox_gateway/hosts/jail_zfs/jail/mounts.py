@@ -1,40 +1,46 @@
-"""Mount volumes in jails, which are stopped meanwhile, and retry failed unmounts."""
+"""Mount volumes in jails, whose processes are stopped during a mount, and unmount everything in jails.
+
+Failed unmounts are retried in the background.
+"""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Iterable
+from collections.abc import AsyncIterator, Callable, Container, Iterable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from sandbox_gateway.errors import BackendFailed, Busy, GatewayError, Invalid
-from sandbox_gateway.hosts.jail_zfs.command_runner import CommandRunner
+from sandbox_gateway.hosts.jail_zfs.commands import CommandRunner
 from sandbox_gateway.hosts.jail_zfs.jail import mount_point
 from sandbox_gateway.hosts.jail_zfs.jail.jails import Jails
-from sandbox_gateway.hosts.jail_zfs.jail.mount_table import Mounted, MountTable
+from sandbox_gateway.hosts.jail_zfs.jail.mount_table import MountEntry, MountTable
 from sandbox_gateway.log import Logger
 from sandbox_gateway.records import Mount
 from sandbox_gateway.tasks import BackgroundTasks, finish_despite_cancellation
 
-_RETRY_FIRST = 0.5
-_RETRY_LAST = 30.0
-_ROUNDS = 2
-"""Rounds of SIGSTOP: the second one stops processes forked during the first."""
-_VANISHED = ("No such file or directory", "Not a directory", "Too many levels of symbolic links")
+_FIRST_RETRY_SECONDS = 0.5
+_MAX_RETRY_SECONDS = 30.0
+_STOP_ROUNDS = 2
+"""How often SIGSTOP is sent: the second time stops processes that were forked during the first."""
+_PATH_CHANGED_MESSAGES = ("No such file or directory", "Not a directory", "Too many levels of symbolic links")
+
+MountFilter = Callable[[MountEntry], bool]
+"""A function that returns whether an entry of the mount table matches."""
 
 log = Logger("volumes")
 
 
 @dataclass
-class _Stuck:
-    mount: Mounted
+class _StuckMount:
+    mount: MountEntry
     reason: str
-    gone: asyncio.Event = field(default_factory=asyncio.Event)
+    unmounted: asyncio.Event = field(default_factory=asyncio.Event)
 
 
-class VolumeMounts:
-    """The mounts of volumes in jails. ``state`` is the gateway's directory."""
+class JailMounts:
+    """Manages the mounts in jails. ``state``: the gateway's state directory."""
 
     def __init__(
         self, run: CommandRunner, jails: Jails, table: MountTable, background: BackgroundTasks, state: Path
@@ -43,18 +49,18 @@ class VolumeMounts:
         self._jails = jails
         self._table = table
         self._background = background
-        self._stopped = state / "stopped"
+        self._stopped_directory = state / "stopped"
         self._nodes: set[str] = set()
         """Paths where volumes are mounted, or are being mounted."""
-        self._stuck: dict[str, _Stuck] = {}
+        self._stuck: dict[str, _StuckMount] = {}
 
     # -- mounting ---------------------------------------------------------------------------------------------------
 
     async def mount(self, root: Path, source: Path, mount: Mount) -> None:
-        """Mount ``source`` in the jail's ``root`` at the path in ``mount``. Raises Invalid if that is not possible.
+        """Mount ``source`` at ``mount.path`` below the jail's ``root``. Raises Invalid if the path is unsuitable.
 
-        For a running jail, call this inside ``stopped``. If the jail redirects the mount nevertheless, this method
-        undoes it.
+        If the jail is running, call this inside ``stopped``. If a symbolic link redirects the mount nevertheless, this
+        method removes the mount and raises Invalid.
         """
         node = f"{root}{mount.path}"
         is_new = node not in self._nodes
@@ -86,19 +92,19 @@ class VolumeMounts:
                 raise Invalid(
                     f"something is already mounted on {mount.path}: choose another path, or unmount it first"
                 ) from None
-            if any(words in error.message for words in _VANISHED) and f"{source}: " not in error.message:
+            if any(words in error.message for words in _PATH_CHANGED_MESSAGES) and f"{source}: " not in error.message:
                 raise Invalid(
-                    f"no volume can be mounted on {mount.path}, because the sandbox removed the path "
-                    "meanwhile: try again"
+                    f"no volume can be mounted on {mount.path}, because the sandbox removed the path at the same "
+                    "time: try again"
                 ) from None
             raise
-        found = [each for each in await self._table.list_all() if each.special == str(source)]
-        if any(each.node == node for each in found):
+        mounts = [each for each in await self._table.list_all() if each.special == str(source)]
+        if any(each.node == node for each in mounts):
             return
-        for stray in found:
+        for stray in mounts:
             if stray.node not in self._nodes:
                 log.error(
-                    "the sandbox redirected the mount of a volume: undoing the mount",
+                    "the sandbox redirected the mount of a volume: removing the mount",
                     volume=mount.volume,
                     wanted=node,
                     actual=stray.node,
@@ -108,18 +114,18 @@ class VolumeMounts:
             f"no volume can be mounted on {mount.path}, because the path contains a symbolic link: choose another path"
         )
 
-    def adopt(self, mount: Mounted) -> None:
-        """Take over a mount that an earlier gateway process made."""
+    def adopt(self, mount: MountEntry) -> None:
+        """Take over a mount from an earlier gateway process."""
         self._nodes.add(mount.node)
 
-    async def list_below(self, root: Path, volumes: Path) -> list[Mounted]:
-        """Return the mounts of volumes in the directory ``volumes`` below ``root``, deepest and newest first."""
+    async def list_below(self, root: Path, volumes: Path) -> list[MountEntry]:
+        """Return the mounts below ``root`` whose source is in the directory ``volumes``, deepest and newest first."""
         return [each for each in await self._table.list_below(root) if _is_below(each.special, volumes)]
 
     # -- unmounting -------------------------------------------------------------------------------------------------
 
-    async def unmount(self, mount: Mounted) -> None:
-        """Unmount a volume. Raises Busy if even force fails."""
+    async def unmount(self, mount: MountEntry) -> None:
+        """Unmount a volume, by force if it is in use. Raises Busy if that fails."""
         try:
             await self._table.unmount(mount)
         except BackendFailed as error:
@@ -127,30 +133,51 @@ class VolumeMounts:
         self._nodes.discard(mount.node)
 
     async def unmount_all(self, root: Path) -> None:
-        """Unmount everything below the root of a jail that has ended; does not wait for stuck mounts."""
+        """Unmount everything below the root of a jail that has ended. Stuck mounts are retried in the background."""
         for mount in await self._table.list_below(root):
             await self.unmount_or_retry(mount)
         self._nodes = {node for node in self._nodes if not _is_below(node, root)}
 
-    async def unmount_or_retry(self, mount: Mounted) -> bool:
-        """Unmount a volume. On failure, returns False and retries in the background."""
+    async def unmount_below(self, root: Path) -> None:
+        """Unmount everything below a directory. Raises BackendFailed if a mount cannot be removed."""
+        for mount in await self._table.list_below(root):
+            await self._table.unmount(mount)
+
+    async def sweep(self, directory: Path, in_use: Container[str]) -> list[str]:
+        """Unmount what was mounted in instances that are not in ``in_use``. ``directory`` contains all instances.
+
+        Returns a sentence for each mount.
+        """
+        removed: list[str] = []
+        stuck: list[str] = []
+        for mount in await self._table.list_below(directory):
+            instance = Path(mount.node).relative_to(directory).parts[0]
+            if mount.kind in ("nullfs", "devfs") and instance not in in_use:
+                (removed if await self.unmount_or_retry(mount) else stuck).append(mount.node)
+        return [f"removed the mount {node}, which belonged to no running sandbox" for node in removed] + [
+            f"the mount {node}, which belongs to no running sandbox, cannot be unmounted; the gateway retries"
+            for node in stuck
+        ]
+
+    async def unmount_or_retry(self, mount: MountEntry) -> bool:
+        """Unmount a volume and return True. On failure, return False and retry in the background."""
         try:
             await self.unmount(mount)
             return True
         except Busy as error:
             if mount.handle not in self._stuck:
                 log.warning(
-                    "a volume could not be unmounted, retrying in the background", node=mount.node, reason=error.message
+                    "a volume could not be unmounted; the gateway retries", node=mount.node, reason=error.message
                 )
-                self._stuck[mount.handle] = stuck = _Stuck(mount, error.message)
+                self._stuck[mount.handle] = stuck = _StuckMount(mount, error.message)
                 self._background.start(self._retry(stuck))
             return False
 
-    async def _retry(self, stuck: _Stuck) -> None:
-        wait = _RETRY_FIRST
-        while not stuck.gone.is_set():
-            await asyncio.sleep(wait)
-            wait = min(wait * 2, _RETRY_LAST)
+    async def _retry(self, stuck: _StuckMount) -> None:
+        delay = _FIRST_RETRY_SECONDS
+        while not stuck.unmounted.is_set():
+            await asyncio.sleep(delay)
+            delay = min(delay * 2, _MAX_RETRY_SECONDS)
             try:
                 await self.unmount(stuck.mount)
             except GatewayError as error:
@@ -158,34 +185,34 @@ class VolumeMounts:
                 continue
             log.info("a volume was unmounted after retries", node=stuck.mount.node)
             del self._stuck[stuck.mount.handle]
-            stuck.gone.set()
+            stuck.unmounted.set()
 
-    def stuck(self, matches: Callable[[Mounted], bool]) -> list[str]:
+    def stuck(self, matches: MountFilter) -> list[str]:
         """Return a sentence for each matching mount that cannot be unmounted yet."""
         return [
             f"{each.reason}; the gateway retries the unmount" for each in self._stuck.values() if matches(each.mount)
         ]
 
-    async def wait_until_unmounted(self, matches: Callable[[Mounted], bool]) -> None:
+    async def wait_until_unmounted(self, matches: MountFilter) -> None:
         """Wait until no matching mount is stuck."""
         for each in list(self._stuck.values()):
             if matches(each.mount):
-                await each.gone.wait()
+                await each.unmounted.wait()
 
     # -- stopping jails ---------------------------------------------------------------------------------------------
 
     @asynccontextmanager
     async def stopped(self, jails: Iterable[str]) -> AsyncIterator[None]:
-        """Stop all processes of the jails inside this context.
+        """Keep all processes of the jails stopped inside this context.
 
-        A file per stopped jail lets the next gateway resume it after a crash.
+        Each stopped jail is recorded in a file, so that the gateway can resume it at its next start after a crash.
         """
         names = sorted(set(jails))
         try:
             for name in names:
-                self._stopped.mkdir(mode=0o700, exist_ok=True)
-                (self._stopped / name).touch()
-                for _ in range(_ROUNDS):
+                self._stopped_directory.mkdir(mode=0o700, exist_ok=True)
+                (self._stopped_directory / name).touch()
+                for _ in range(_STOP_ROUNDS):
                     await self._jails.signal(name, "STOP")
             yield
         finally:
@@ -195,19 +222,19 @@ class VolumeMounts:
         for name in names:
             try:
                 await self._jails.signal(name, "CONT")
-                (self._stopped / name).unlink(missing_ok=True)
+                (self._stopped_directory / name).unlink(missing_ok=True)
             except GatewayError as error:
                 log.error(
-                    "a stopped jail could not be resumed, the next start of the gateway resumes it",
+                    "a stopped jail could not be resumed; the gateway tries again when it starts next time",
                     jail=name,
                     reason=error.message,
                 )
 
     async def resume_stopped(self) -> list[str]:
         """Resume jails that are still stopped after a crash. Returns a sentence for each."""
-        names = [path.name for path in self._stopped.iterdir()] if self._stopped.is_dir() else []
+        names = [path.name for path in self._stopped_directory.iterdir()] if self._stopped_directory.is_dir() else []
         await self._resume(names)
-        return [f"resumed the jail {name}, which was stopped for a change of its volumes" for name in names]
+        return [f"resumed the jail {name}, which had been stopped to change its volumes" for name in names]
 
 
 def _is_below(path: str, directory: Path) -> bool:

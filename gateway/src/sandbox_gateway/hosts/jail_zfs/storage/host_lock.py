@@ -1,13 +1,12 @@
 """Ensure that only one gateway uses a root dataset.
 
-A file lock excludes other gateways on the same machine, and ends with its holder. The lock does not help across
-containers, or after a crash of the machine. For these cases the user property ``sandbox:owner`` on the root dataset
-names the
-owner: host, process, and the start times of process and kernel. A gateway takes over from an owner that has certainly
-ended.
+A file lock excludes other gateways on the same machine, and is released when its holder exits. It does not protect
+against gateways in other containers. For these, the user property ``sandbox:owner`` on the root dataset identifies the
+owner by its host, process id, and the start times of process and kernel. A gateway takes over only from an owner that
+has certainly ended.
 
 Commands of a killed gateway keep running, and could change datasets that its successor has already scanned. They
-inherit the lock, so the successor waits until they have ended.
+inherit the lock, so the successor waits until they have exited.
 """
 
 from __future__ import annotations
@@ -30,30 +29,30 @@ OWNER = "sandbox:owner"
 _RETRY_SECONDS = 0.05
 
 
-class Ownership:
-    """The ownership of the dataset ``root``; the lock file is in ``directory``."""
+class HostLock:
+    """The ownership of the dataset ``root``. ``directory``: where the lock file is."""
 
     def __init__(self, root: str, directory: Path) -> None:
         self._root = root
         self._path = directory / f"sandbox-gateway-{hashlib.sha256(root.encode()).hexdigest()[:16]}.lock"
         self._file: IO[str] | None = None
 
-    def take(self) -> list[str]:
-        """Take the dataset. Returns a sentence if it had another owner. Raises Conflict if that owner still runs."""
+    def acquire(self) -> list[str]:
+        """Become the owner. Returns a sentence if there was another owner. Raises Conflict if that one still runs."""
         self._lock()
         try:
             notes = self._take_over()
-            mine = _own_identity()
-            zfs.lzc_set_prop(self._root, OWNER, mine)
-            if self._owner() != mine:
-                raise Conflict(f"another gateway took {self._root} at the same moment: stop one of the two gateways")
+            identity = _own_identity()
+            zfs.lzc_set_prop(self._root, OWNER, identity)
+            if self._owner() != identity:
+                raise Conflict(f"another gateway took over {self._root} at the same time: stop one of the two gateways")
         except BaseException:
             self._unlock()
             raise
         return notes
 
     def release(self) -> None:
-        """Remove the property, then the lock, even if ZFS does not answer."""
+        """Remove the property, then release the lock, even if ZFS cannot be reached."""
         if self._file is None:
             return
         with contextlib.suppress(zfs.exceptions.ZFSError):
@@ -68,7 +67,7 @@ class Ownership:
             raise BackendFailed(
                 f"the lock {self._path} cannot be opened ({error.strerror}): run the gateway as root"
             ) from None
-        deadline = time.monotonic() + process.SECONDS
+        deadline = time.monotonic() + process.TIMEOUT_SECONDS
         while not _is_locked_by(file):
             if not self._is_orphaned():
                 file.close()
@@ -79,7 +78,7 @@ class Ownership:
             if time.monotonic() > deadline:
                 file.close()
                 raise Conflict(
-                    f"zfs commands of an earlier gateway still use {self._root} after {process.SECONDS:g} s: "
+                    f"zfs commands of an earlier gateway still use {self._root} after {process.TIMEOUT_SECONDS:g} s: "
                     f"find the processes that have {self._path} open, end them, and start the gateway again"
                 )
             time.sleep(_RETRY_SECONDS)
@@ -89,15 +88,15 @@ class Ownership:
     def _is_orphaned(self) -> bool:
         """Return whether the last owner has ended, so that only commands that it started still hold the lock.
 
-        An owner that stopped regularly has removed its name.
+        An owner that stopped normally has removed the property.
         """
-        text = self._owner()
-        if not text:
+        owner_text = self._owner()
+        if not owner_text:
             return True
         with contextlib.suppress(ValueError, KeyError, TypeError):
-            other = json.loads(text)
-            mine = (socket.gethostname(), _kernel_start())
-            return (other["host"], other["kernel"]) == mine and _start_of(int(other["pid"])) != other["started"]
+            owner = json.loads(owner_text)
+            this_machine = (socket.gethostname(), _kernel_start())
+            return (owner["host"], owner["kernel"]) == this_machine and _start_of(int(owner["pid"])) != owner["started"]
         return False
 
     def _unlock(self) -> None:
@@ -107,18 +106,18 @@ class Ownership:
             self._file = None
 
     def _owner(self) -> str:
-        found = zfs.get_props([self._root], [OWNER])[self._root][OWNER]
-        return found.value if found.is_local else ""
+        owner = zfs.get_props([self._root], [OWNER])[self._root][OWNER]
+        return owner.value if owner.is_local else ""
 
     def _take_over(self) -> list[str]:
-        text = self._owner()
-        if not text:
+        owner_text = self._owner()
+        if not owner_text:
             return []
         try:
-            other = {key: str(value) for key, value in json.loads(text).items()}
-            host, pid, started, kernel = other["host"], int(other["pid"]), other["started"], other["kernel"]
+            fields = {key: str(value) for key, value in json.loads(owner_text).items()}
+            host, pid, start_time, kernel = fields["host"], int(fields["pid"]), fields["started"], fields["kernel"]
         except (ValueError, KeyError, AttributeError):
-            return [f"{self._root}: replaced the recorded owner {text[:80]!r}, which is not valid"]
+            return [f"{self._root}: replaced the recorded owner {owner_text[:80]!r}, which is not valid"]
         owner = f"process {pid} of host {host}"
         if kernel != _kernel_start():
             return [f"{self._root}: taken over from {owner}, which ended with its machine"]
@@ -127,7 +126,7 @@ class Ownership:
                 f"{self._root} belongs to a gateway in another container of this machine ({owner}): stop "
                 f"it. If it no longer exists, run `zfs inherit {OWNER} {self._root}`"
             )
-        if _start_of(pid) == started and pid != os.getpid():
+        if _start_of(pid) == start_time and pid != os.getpid():
             raise Conflict(f"{self._root} belongs to a gateway that is still running ({owner}): stop it first")
         return [f"{self._root}: taken over from {owner}, which has ended"]
 
@@ -152,7 +151,7 @@ def _own_identity() -> str:
 
 
 def _start_of(pid: int) -> str:
-    """Return the process's start time, as a stable text; empty if the process does not exist."""
+    """Return a text that identifies the process's start time, or "" if the process does not exist."""
     stat = Path(f"/proc/{pid}/stat")
     if Path("/proc/self/stat").exists():
         try:

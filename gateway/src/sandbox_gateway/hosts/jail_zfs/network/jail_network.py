@@ -1,0 +1,68 @@
+"""Connect jails to the network, with the rules of their network policies."""
+
+from __future__ import annotations
+
+from sandbox_gateway.config import Config
+from sandbox_gateway.hosts.addresses import name_servers
+from sandbox_gateway.hosts.jail_zfs.commands import CommandRunner
+from sandbox_gateway.hosts.jail_zfs.network.epair import Bridge, Epair
+from sandbox_gateway.hosts.jail_zfs.network.pf import Pf
+from sandbox_gateway.records import NetworkPolicy
+from sandbox_gateway.tasks import finish_despite_cancellation, wait_for_all
+
+
+class JailNetwork:
+    """Manages the bridge, the epair of each jail, and the packet filter's rules for it."""
+
+    def __init__(self, run: CommandRunner, config: Config) -> None:
+        prefix = config.network.prefix
+        name = config.jail_zfs.bridge or f"{prefix}br"
+        self.bridge = Bridge(run, name=name, prefix=prefix, subnet=config.network.subnet)
+        self._pf = Pf(run, self.bridge, prefix)
+        self._config = config
+
+    async def open(self) -> None:
+        await self.bridge.open()
+        await self._pf.open(self._config.jail_zfs.egress)
+
+    async def close(self) -> None:
+        """Remove the bridge and its rules. Call it when no jail is connected."""
+        await self._pf.close()
+        await self.bridge.close()
+
+    def name_servers(self) -> list[str]:
+        return name_servers(self._config.network)
+
+    def visible_name_servers(self, policy: NetworkPolicy) -> list[str]:
+        """Return the name servers for the resolv.conf of a jail with this policy."""
+        return self.name_servers() if policy.allows_egress else []
+
+    async def connect(self, jail: str, epair: Epair, policy: NetworkPolicy) -> None:
+        """Create an epair and load the rules of its jail. Call it before the jail is created."""
+        await finish_despite_cancellation(
+            wait_for_all(self.bridge.create(epair), self.apply_policy(jail, epair, policy))
+        )
+
+    async def apply_policy(self, jail: str, epair: Epair, policy: NetworkPolicy) -> None:
+        """Replace the rules of a jail atomically. Open connections stay open."""
+        await self._pf.apply(jail, epair, policy, self.name_servers())
+
+    async def change_policy(self, jail: str, epair: Epair, policy: NetworkPolicy) -> None:
+        """Replace the rules of a jail, and apply them to open connections as well."""
+        await self.apply_policy(jail, epair, policy)
+        await self._pf.forget_connections(epair)
+
+    async def destroy_epair(self, epair: Epair) -> None:
+        await self.bridge.destroy(epair)
+
+    async def remove_rules(self, jail: str) -> None:
+        await self._pf.flush(jail)
+
+    async def sweep(self, numbers: set[int], jails: set[str]) -> list[str]:
+        """Remove epairs whose numbers are not in ``numbers``, and the rules of jails that are not in ``jails``.
+
+        Returns a description of each.
+        """
+        epairs = await self.bridge.sweep(numbers)
+        anchors = await self._pf.sweep(jails)
+        return [*(f"the epair {name}" for name in epairs), *(f"the rules of the jail {name}" for name in anchors)]

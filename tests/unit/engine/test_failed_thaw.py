@@ -1,0 +1,58 @@
+"""A guest that does not thaw its file system after a capture, which happens after the host has committed it."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from sandbox_gateway.errors import BackendFailed
+from sandbox_gateway.records import Sandbox, Snapshot
+from tests.api.memory_host import Machine, MemoryHost
+from tests.support.memory_engine import create, open_engine
+
+
+class _StubbornMachine(Machine):
+    """A machine whose agent closes the connection instead of thawing the file system."""
+
+    async def _answer(self, line: str, target: str, *rest: Any) -> None:
+        if target == "/thaw":
+            raise OSError("the connection is closed")
+        await super()._answer(line, target, *rest)
+
+
+class _Host(MemoryHost):
+    machine_type = _StubbornMachine
+    capture_fails = False
+
+    async def capture(self, sandbox: Sandbox, snapshot: Snapshot, **options: Any) -> Snapshot:
+        if self.capture_fails:
+            raise BackendFailed("the disk cannot be read")
+        return await super().capture(sandbox, snapshot, **options)
+
+
+def test_a_committed_capture_is_kept_if_the_thaw_fails(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    async def capture_disk() -> None:
+        async with open_engine(tmp_path, _Host()) as engine:
+            await create(engine, "a")
+            snapshot = await engine.snapshots.create("a", name="s", memory="none")
+            assert [each.id for each in engine.snapshots.list()] == [snapshot.id]
+            assert engine.sandboxes.get("a").head == snapshot.id
+
+    asyncio.run(capture_disk())
+    assert "thaw failed" in [record.message for record in caplog.records]
+
+
+def test_the_error_of_a_capture_is_reported_if_the_thaw_fails_too(tmp_path: Path) -> None:
+    async def capture_disk() -> None:
+        host = _Host()
+        async with open_engine(tmp_path, host) as engine:
+            await create(engine, "a")
+            host.capture_fails = True
+            with pytest.raises(BackendFailed, match="the disk cannot be read"):
+                await engine.snapshots.create("a", name="s", memory="none")
+            assert engine.snapshots.list() == []
+
+    asyncio.run(capture_disk())
