@@ -262,6 +262,8 @@ class Snapshot(_Record):
     expires_at: datetime | None = None
     retention: Retention | None = None
     """The rule under which the snapshot was taken. None: it is kept until it is deleted."""
+    prewarm: int = Field(default=0, ge=0)
+    """The number of forks to keep started in advance."""
     doomed: bool = False
     """Whether it was deleted with ``when=unused``: it is hidden, and removed with its last user."""
     memory: Memory = Memory.NONE

@@ -28,6 +28,8 @@ class Abilities:
     """A fork with memory may have different cpus, memory and disk than its snapshot."""
     independent_snapshots: bool
     """A snapshot can be removed while sandboxes depend on it; otherwise a rolled-back sandbox keeps its snapshot."""
+    prewarm: bool = False
+    """A fork with memory can be held at the captured instant, and claimed later by another sandbox."""
     atomic_capture: bool = False
     """A disk capture of a running machine is of one instant: the file system need not be frozen for it."""
     atomic_append: bool = False
@@ -113,11 +115,19 @@ class Host(Protocol):
     async def build_base(self, base: Snapshot, recipe: Recipe, log: Log) -> Snapshot:
         """Create a file system from ``recipe`` and commit it as the (memoryless) snapshot ``base``."""
 
-    async def fork(self, snapshot: Snapshot, sandbox: Sandbox, *, with_memory: bool) -> None:
+    async def fork(self, snapshot: Snapshot, sandbox: Sandbox, *, with_memory: bool, hold: bool = False) -> None:
         """Start ``sandbox.instance`` from ``snapshot``; fills ``sandbox.host``. The sandbox is not committed until
         ``save``.
 
         With memory it resumes exactly where it was captured; without, it boots from the disk. Cleans up on failure.
+        ``hold``: the machine stands still at the captured instant until it is claimed.
+        """
+
+    async def claim(self, fork: Sandbox, sandbox: Sandbox) -> None:
+        """Give ``sandbox`` the machine of ``fork``, an uncommitted sandbox, and let the machine continue.
+
+        Sets ``sandbox.instance`` and ``sandbox.host``, and applies the sandbox's network policy. On failure, nothing
+        of the machine remains.
         """
 
     async def boot(self, sandbox: Sandbox) -> None:

@@ -170,8 +170,8 @@ class JailZfsHost:
         self._disks.add_snapshot(base)
         return base
 
-    async def fork(self, snapshot: Snapshot, sandbox: Sandbox, *, with_memory: bool) -> None:
-        if with_memory:
+    async def fork(self, snapshot: Snapshot, sandbox: Sandbox, *, with_memory: bool, hold: bool = False) -> None:
+        if with_memory or hold:
             raise Unsupported("a jail host captures only files, not memory: fork the snapshot without memory")
         machine = self._runner.reserve(sandbox, self._runner.jail_name(sandbox))
         try:
@@ -180,6 +180,9 @@ class JailZfsHost:
         except BaseException:
             await finish_despite_cancellation(self.discard(sandbox))
             raise
+
+    async def claim(self, fork: Sandbox, sandbox: Sandbox) -> None:
+        raise Unsupported("a jail cannot be held and claimed: fork the snapshot when you need it")
 
     async def boot(self, sandbox: Sandbox) -> None:
         machine = self._runner.reserve(sandbox, await self._runner.free_jail_name(sandbox))

@@ -47,10 +47,12 @@ class Shape:
     """GUID of this machine generation: different for every fork."""
 
 
-def arguments(shape: Shape, files: Instance, *, qmp_fd: int, line_fd: int, state_fd: int | None) -> list[str]:
+def arguments(
+    shape: Shape, files: Instance, *, qmp_fd: int, line_fd: int, state_fd: int | None, hold: bool = False
+) -> list[str]:
     """Return the command line. With ``state_fd`` the machine resumes from that device state, otherwise it boots.
 
-    ``line_fd``: a connected socket, QEMU's end of the serial line to the agent.
+    ``line_fd``: a connected socket, QEMU's end of the serial line to the agent. ``hold``: stay stopped until ``cont``.
     """
     emulated = shape.platform.accelerator == "tcg"
     accelerator = f"tcg,tb-size={_TB_SIZE_MB}" if emulated else "kvm"
@@ -86,4 +88,4 @@ def arguments(shape: Shape, files: Instance, *, qmp_fd: int, line_fd: int, state
         return [*argv, "-kernel", str(files.kernel), "-initrd", str(files.initrd), "-append", append]
     # No announcement is needed, because machine and tap have the same addresses in every slot.
     quiet = ("-global", "migration.send-configuration=off", "-global", "migration.announce-rounds=0")
-    return [*argv, *quiet, "-incoming", f"fd:{state_fd}"]
+    return [*argv, *quiet, "-incoming", f"fd:{state_fd}", *(["-S"] if hold else [])]
