@@ -91,7 +91,7 @@ class RawCommands:
         self._live = live
         self._host = host
         self._sandbox = sandbox
-        self._epair = host._bridge.epair(int(sandbox.host["number"]))
+        self._epair = host._network.bridge.epair(int(sandbox.host["number"]))
         self._numbers = itertools.count()
         self.commands = commands
 
@@ -123,16 +123,15 @@ class RawCommands:
         host, number = self._host, next(self._numbers)
         instance = f"raw{number}"
         # Use the end of the subnet, because the host assigns addresses from its beginning.
-        epair = host._bridge.epair(host._bridge.capacity + 1 - number)
+        epair = host._network.bridge.epair(host._network.bridge.capacity + 1 - number)
         replacements = {self._sandbox.instance: instance} | {
             getattr(self._epair, end): getattr(epair, end) for end in ("outer", "inner", "address", "mac")
         }
-        dns = host.name_servers()
         machine = Machine(f"{self._live.config.network.prefix}-{instance}", epair, host._disks.path(instance))
         try:
             # Everything outside the floor is prepared before the clock starts. Without rules, a jail is unreachable.
-            identity.write_identity(host._identities.path(instance), self._sandbox, dns)
-            self._live.do(host._pf.apply(machine.jail, epair, self._sandbox.network, dns))
+            identity.write_identity(host._identities.path(instance), self._sandbox, host.name_servers())
+            self._live.do(host._network.apply_policy(machine.jail, epair, self._sandbox.network))
             start = time.perf_counter()
             for argv in self.commands:
                 output = _run_command(tuple(_replace_names(word, replacements) for word in argv))

@@ -235,7 +235,7 @@ class MemoryHost:
     """
 
     kind = "memory"
-    abilities = Abilities(memory=True, resize_on_fork=False, independent_snapshots=True)
+    abilities = Abilities(memory=True, resize_on_fork=False, independent_snapshots=True, prewarm=True)
     boot_seconds = resume_seconds = 20.0
     machine_type = Machine
 
@@ -256,6 +256,7 @@ class MemoryHost:
         self.failing: set[str] = set()
         self.blocked: set[str] = set()
         self.forked = 0
+        self.claimed = 0
         self._exit: Callable[[str], None] = lambda _: None
 
     async def open(self) -> None:
@@ -277,7 +278,7 @@ class MemoryHost:
         self.disks[base.id] = {}
         return base
 
-    async def fork(self, snapshot: Snapshot, sandbox: Sandbox, *, with_memory: bool) -> None:
+    async def fork(self, snapshot: Snapshot, sandbox: Sandbox, *, with_memory: bool, hold: bool = False) -> None:
         self.forked += 1
         await asyncio.sleep(self.slow)
         if sandbox.name in self.failing:
@@ -287,6 +288,13 @@ class MemoryHost:
         if with_memory:
             self.machines[sandbox.instance].mounted = dict(self.mounted.get(snapshot.id, {}))
             self.machines[sandbox.instance].names = dict(self.names.get(snapshot.id, {}))
+
+    async def claim(self, fork: Sandbox, sandbox: Sandbox) -> None:
+        self.claimed += 1
+        if sandbox.name in self.failing:
+            await self.discard(fork)
+            raise BackendFailed(f"no machine for {sandbox.name}")
+        sandbox.instance, sandbox.host = fork.instance, fork.host
 
     async def boot(self, sandbox: Sandbox) -> None:
         machine = self.machine_type(self.disks[sandbox.instance], self.files)

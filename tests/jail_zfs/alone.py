@@ -89,7 +89,7 @@ def check_dead_daemon(directory: Path) -> None:
             lambda: storage.instances.has_diverged(sandbox.instance, base.id),
             lambda: storage.instances.discard(sandbox.instance),
             lambda: storage.snapshots.destroy(base.id),
-            lambda: storage.instances.usage(sandbox.instance),
+            lambda: storage.instances.unique_bytes(sandbox.instance),
             storage.scan,
         ):
             try:

@@ -60,7 +60,7 @@ def test_volumes_and_their_snapshots_are_found() -> None:
         [SNAPSHOT],
         {SNAPSHOT.id: f"{dataset_name(VOLUME)}@{SNAPSHOT.id}"},
     )
-    assert (findings.datasets, findings.quarantined, findings.leftover, findings.uncommitted) == (
+    assert (findings.datasets, findings.marks.quarantined, findings.leftover, findings.uncommitted) == (
         {VOLUME.id: dataset_name(VOLUME)},
         {},
         [],
@@ -87,25 +87,30 @@ def test_leftovers_of_a_rollback_are_found(is_retired: bool) -> None:
         if is_retired
         else [dataset_name(VOLUME), dataset_name(VOLUME, 3)]
     )
-    assert (findings.snapshots, findings.uncommitted, findings.quarantined) == ([SNAPSHOT], [], {})
+    assert (findings.snapshots, findings.uncommitted, findings.marks.quarantined) == ([SNAPSHOT], [], {})
 
 
 def test_uncommitted_datasets_are_found() -> None:
     findings = Tree().add(dataset_name(VOLUME)).interpret()
-    assert (findings.uncommitted, findings.volumes, findings.quarantined) == ([dataset_name(VOLUME)], [], {})
+    assert (findings.uncommitted, findings.volumes, findings.marks.quarantined) == ([dataset_name(VOLUME)], [], {})
 
 
 def test_a_dataset_with_snapshots_but_no_record_is_quarantined() -> None:
     findings = Tree().add(dataset_name(VOLUME)).snapshot(SNAPSHOT, dataset_name(VOLUME)).interpret()
     assert (findings.uncommitted, findings.leftover, findings.snapshots) == ([], [], [])
-    assert list(findings.quarantined) == [dataset_name(VOLUME)] and findings.to_mark == {}
+    assert list(findings.marks.quarantined) == [dataset_name(VOLUME)] and findings.marks.to_mark == {}
 
 
 def test_a_volume_being_removed_is_not_listed() -> None:
     tree = Tree().add(dataset_name(VOLUME, 1), encode(VOLUME, 2) | {DOOMED: "yes"})
     tree.add(dataset_name(VOLUME), canmount="noauto").snapshot(SNAPSHOT, dataset_name(VOLUME))
     findings = tree.interpret()
-    assert (findings.doomed, findings.volumes, findings.snapshots, findings.quarantined) == ({VOLUME.id}, [], [], {})
+    assert (findings.doomed, findings.volumes, findings.snapshots, findings.marks.quarantined) == (
+        {VOLUME.id},
+        [],
+        [],
+        {},
+    )
     assert (findings.leftover, findings.uncommitted) == ([], [])
 
 
@@ -122,12 +127,15 @@ def test_damaged_records_are_quarantined() -> None:
     assert findings.unreadable == {VOLUME.id, other.id}
     assert (findings.volumes, findings.snapshots, findings.uncommitted, findings.leftover) == ([], [], [], [])
     assert (
-        set(findings.quarantined)
+        set(findings.marks.quarantined)
         == {dataset_name(VOLUME), dataset_name(other), f"{ROOT}/volumes/odd one"}
-        == set(findings.to_mark)
+        == set(findings.marks.to_mark)
     )
     recovered = Tree().add(dataset_name(VOLUME), encode(VOLUME, 1) | {QUARANTINE: "not JSON"}).interpret()
-    assert (recovered.recovered, [volume.id for volume in recovered.volumes]) == ([dataset_name(VOLUME)], [VOLUME.id])
+    assert (recovered.marks.recovered, [volume.id for volume in recovered.volumes]) == (
+        [dataset_name(VOLUME)],
+        [VOLUME.id],
+    )
 
 
 def test_damaged_snapshot_records_are_quarantined() -> None:
@@ -135,7 +143,7 @@ def test_damaged_snapshot_records_are_quarantined() -> None:
     tree = Tree().volume(VOLUME).snapshot(foreign, dataset_name(VOLUME))
     tree.add(f"{dataset_name(VOLUME)}@{SNAPSHOT.id}", {volume_snapshot_head(SNAPSHOT.id): '{"v": 1}'})
     findings = tree.interpret()
-    assert findings.snapshots == [] and len(findings.quarantined) == 2
+    assert findings.snapshots == [] and len(findings.marks.quarantined) == 2
 
 
 def test_a_volume_snapshot_without_its_sandbox_snapshot_is_orphaned() -> None:

@@ -10,9 +10,9 @@ import pytest
 
 from sandbox_gateway import zfs
 from sandbox_gateway.errors import GatewayError, InUseExternally, NotFound, OverQuota
+from sandbox_gateway.hosts.jail_zfs.storage.dataset_tree import DatasetTree
 from sandbox_gateway.hosts.jail_zfs.storage.property_codec import HEAD, QUARANTINE
 from sandbox_gateway.hosts.jail_zfs.storage.storage import ZfsStorage
-from sandbox_gateway.hosts.jail_zfs.storage.volume_datasets import VolumeDatasets
 from sandbox_gateway.hosts.jail_zfs.storage.volume_scan import DOOMED
 from sandbox_gateway.records import Sandbox, Snapshot, SnapshotKind, Volume, VolumeSnapshot
 from sandbox_gateway.zfs import snapshots
@@ -236,13 +236,13 @@ def test_a_scan_finishes_a_removal_interrupted_after_the_newest_dataset(
     mark = take_snapshot(storage, volume, "mark")
     roll_back(storage, volume, mark)
     storage.volumes.commit_removal(volume.id)
-    destroy = VolumeDatasets.destroy
+    destroy = DatasetTree.destroy
 
-    def destroy_and_interrupt(self: VolumeDatasets, dataset: str) -> None:
+    def destroy_and_interrupt(self: DatasetTree, dataset: str) -> None:
         destroy(self, dataset)
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(VolumeDatasets, "destroy", destroy_and_interrupt)
+    monkeypatch.setattr(DatasetTree, "destroy", destroy_and_interrupt)
     with pytest.raises(KeyboardInterrupt):
         storage.volumes.finish_removal(volume.id)
     monkeypatch.undo()

@@ -139,6 +139,6 @@ def test_no_damage_prevents_a_scan(local: dict[str, dict[str, str]], deferred: b
     removed_instances = {*findings.uncommitted, *findings.superseded}
     assert not removed_instances & {sandbox.instance for sandbox in findings.sandboxes}
     assert not set(findings.to_move) & set(findings.empty)
-    for name, reason in findings.to_mark.items():
+    for name, reason in findings.marks.to_mark.items():
         property_value(QUARANTINE, reason or "x")
         assert name.rpartition("/")[2] not in removed_instances

@@ -15,6 +15,7 @@ from sandbox_gateway import zfs
 from sandbox_gateway.errors import BackendFailed, Busy, InUseExternally, NoSpace, NotFound, OverQuota
 from sandbox_gateway.hosts.jail_zfs.storage.property_codec import HEAD, QUARANTINE, encode
 from sandbox_gateway.hosts.jail_zfs.storage.storage import ZfsStorage
+from sandbox_gateway.hosts.jail_zfs.storage.zfs_errors import translate_errors
 from sandbox_gateway.records import Sandbox, Snapshot, SnapshotKind, new_id
 from tests.jail_zfs import pools
 from tests.support import session
@@ -344,15 +345,21 @@ def test_quotas_are_enforced(storage: ZfsStorage) -> None:
     with pytest.raises(OSError, match="quota"):
         _fill(path / "more", 20)
     (path / "more").unlink()
-    storage.instances.set_disk(instance, 64)
+    _set_disk(storage, instance, 64)
     _fill(path / "more", 20)
     with pytest.raises(OverQuota):
         zfs.sync(storage.instances.dataset(instance))
-        storage.instances.set_disk(instance, 8)
-    usage = storage.instances.usage(instance)
-    assert usage.referenced > 25 << 20 and 20 << 20 < usage.unique < 24 << 20
-    assert storage.snapshots.unique_bytes(base.id) < 1 << 20
+        _set_disk(storage, instance, 8)
+    dataset = storage.instances.dataset(instance)
+    assert zfs.get_props([dataset], ["referenced"])[dataset]["referenced"].number > 25 << 20
+    assert 20 << 20 < storage.instances.unique_bytes(instance) < 24 << 20
+    assert zfs.used_bytes(storage.snapshots.full_name(base.id)) < 1 << 20
     assert sorted(_names(storage, "filesystem")) == sorted([*_EMPTY, f"/_template-{base.id}", f"/sandboxes/{instance}"])
+
+
+@translate_errors
+def _set_disk(storage: ZfsStorage, instance: str, disk_mb: int) -> None:
+    zfs.lzc_set_prop(storage.instances.dataset(instance), "refquota", disk_mb << 20)
 
 
 def _fill(path: Path, megabytes: int) -> None:

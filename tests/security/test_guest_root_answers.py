@@ -365,7 +365,7 @@ def test_an_endless_line_is_truncated() -> None:
     lines = LogLines(build)
     for _ in range(2000):
         lines.feed(b"x" * 65536)
-    assert len(lines._rest) <= MAX_LINE_LENGTH
+    assert len(lines._partial_line) <= MAX_LINE_LENGTH
     lines.feed(b"\nend\n")
     assert [len(line) for line in build.lines] == [MAX_LINE_LENGTH, 3]
 

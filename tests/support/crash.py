@@ -46,9 +46,28 @@ _STEP_EVENTS = {
     "subprocess.Popen",
 }
 
+
+async def _claim(engine: Engine) -> None:
+    """Keep one fork of a snapshot ready, claim it, and end the one that takes its place."""
+    mark = engine.snapshots.get("mark").id
+    await engine.prewarm.set_target(mark, 1)
+    await _until_ready(engine, mark, 1)
+    await engine.forks.create(mark, ForkSpec(names=["new"]))
+    assert engine.prewarm.claimed == 1
+    await engine.prewarm.set_target(mark, 0)
+    await _until_ready(engine, mark, 0)
+
+
+async def _until_ready(engine: Engine, ref: str, count: int) -> None:
+    async with asyncio.timeout(60):
+        while engine.prewarm.level(engine.snapshots.get(ref)).ready != count:  # noqa: ASYNC110
+            await asyncio.sleep(0.01)
+
+
 VERBS: dict[str, Any] = {
     "create": lambda engine: engine.forks.create("plain", ForkSpec(names=["new"])),
     "fork": lambda engine: engine.forks.fork("mark", ForkSpec(names=["new", "new2"])),
+    "claim": _claim,
     "capture": lambda engine: engine.snapshots.create("source", name="new"),
     "clone": lambda engine: engine.forks.clone("source", ForkSpec(names=["new"])),
     "rollback": lambda engine: engine.sandboxes.rollback("source", "mark"),

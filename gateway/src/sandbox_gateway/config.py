@@ -196,6 +196,18 @@ class Limits(_Section):
     )
 
 
+class PrewarmSection(_Section):
+    """`[prewarm]`: forks that are started before anyone requests them (`kvm_xfs`)."""
+
+    maximum: int = Field(64, ge=0, le=1000, description="Maximum number of prewarmed forks of one snapshot.")
+    free_memory_mb: int = Field(
+        1024,
+        ge=0,
+        description="Memory of the host that prewarmed forks leave free, in MiB. If less is available, they are ended "
+        "one after another.",
+    )
+
+
 class LogSection(_Section):
     """`[log]`: structured logs."""
 
@@ -220,6 +232,7 @@ class Config(_Section):
     jail_zfs: JailZfs = Field(default_factory=JailZfs)
     network: Network = Field(default_factory=Network)
     limits: Limits = Field(default_factory=Limits)
+    prewarm: PrewarmSection = Field(default_factory=PrewarmSection)
     log: LogSection = Field(default_factory=LogSection)
     restart: Literal["start", "stay"] = Field(
         "start",

@@ -268,6 +268,8 @@ class Snapshot(_Record):
     expires_at: datetime | None = None
     retention: Retention | None = None
     """The retention rule that the snapshot was taken with. None: it is kept until it is deleted."""
+    prewarm: int = Field(default=0, ge=0)
+    """The number of forks to keep ready."""
     doomed: bool = False
     """Whether it was deleted with ``when=unused``. It is then hidden, and is removed with its last user."""
     memory: Memory = Memory.NONE

@@ -14,6 +14,7 @@ from sandbox_gateway.engine.forks import Forks
 from sandbox_gateway.engine.locking import Locking
 from sandbox_gateway.engine.machine_lifecycle import MachineLifecycle
 from sandbox_gateway.engine.mount_plan import MountPlanner
+from sandbox_gateway.engine.prewarm import Prewarm
 from sandbox_gateway.engine.recovery import Recovery
 from sandbox_gateway.engine.references import References
 from sandbox_gateway.engine.replacement import Replacement
@@ -56,11 +57,12 @@ class Engine:
         self.mounts = mounts = MountPlanner(context, locking, collector, volumes)
 
         # The two primitives: start a machine from a snapshot, and take a snapshot of a running machine.
-        machines = MachineLifecycle(context, locking, agents, attachments)
+        self.prewarm = prewarm = Prewarm(context, agents)
+        machines = MachineLifecycle(context, locking, agents, attachments, prewarm)
         captures = Captures(context, locking, agents, collector, volumes)
 
         # Operations built on these.
-        self.snapshots = snapshots = Snapshots(context, locking, references, collector, captures)
+        self.snapshots = snapshots = Snapshots(context, locking, references, collector, captures, prewarm)
         self.forks = Forks(context, locking, collector, mounts, machines, captures)
         replacement = Replacement(context, locking, collector, machines)
         self.sandboxes = sandboxes = Sandboxes(
@@ -82,6 +84,7 @@ class Engine:
         self._machines.watch()
         await self._recovery.reconcile(scan.alive)
         self.background.start(self._expiry.watch())
+        self.background.start(self.prewarm.keep_ready())
         log.info("open", sandboxes=len(self.index.sandboxes), running=len(scan.alive), repaired=len(scan.repaired))
 
     async def close(self) -> None:
@@ -89,4 +92,5 @@ class Engine:
         await self.background.cancel()
         if not await wait_for_uninterruptible_tasks(_CLOSE_SECONDS):
             log.error("closed before all operations were complete", seconds=_CLOSE_SECONDS)
+        await self.prewarm.discard_all()
         await self.host.close()

@@ -9,30 +9,57 @@ from sandbox_gateway.engine.agents import Agents
 from sandbox_gateway.engine.attachments import Attachments
 from sandbox_gateway.engine.context import Context
 from sandbox_gateway.engine.locking import Locking
+from sandbox_gateway.engine.prewarm import Prewarm
 from sandbox_gateway.engine.record_changes import save_sandbox
 from sandbox_gateway.errors import GatewayError, NotFound
 from sandbox_gateway.log import Logger
-from sandbox_gateway.records import Sandbox, SandboxState, Snapshot
+from sandbox_gateway.records import Sandbox, SandboxState, Snapshot, new_id
 from sandbox_gateway.tasks import clean_up
 
 log = Logger("engine")
 
 
 class MachineLifecycle:
-    def __init__(self, context: Context, locking: Locking, agents: Agents, attachments: Attachments) -> None:
+    def __init__(
+        self, context: Context, locking: Locking, agents: Agents, attachments: Attachments, prewarm: Prewarm
+    ) -> None:
         self._context = context
         self._host = context.host
         self._locking = locking
         self._agents = agents
         self._attachments = attachments
+        self._prewarm = prewarm
 
     async def fork(self, snapshot: Snapshot, sandbox: Sandbox, *, with_memory: bool) -> None:
-        """Fork a machine from ``snapshot`` and send it its identity. On failure, the machine is removed.
+        """Fork a machine from ``snapshot``, or claim a prewarmed one, and send it its identity.
 
-        Does nothing for a sandbox whose state is paused.
+        On failure, the machine is removed. Does nothing for a sandbox whose state is paused.
         """
         if sandbox.state is SandboxState.PAUSED:
             return
+        if with_memory and await self._claim(snapshot, sandbox):
+            return
+        with self._prewarm.starting_requested():
+            await self._start(snapshot, sandbox, with_memory=with_memory)
+
+    async def _claim(self, snapshot: Snapshot, sandbox: Sandbox) -> bool:
+        """Give ``sandbox`` a prewarmed fork of ``snapshot``. Returns False if there is none that works."""
+        if (fork := self._prewarm.take(snapshot, sandbox)) is None:
+            return False
+        try:
+            await self._host.claim(fork, sandbox)
+            await self._agents.identify(sandbox, booted=False)
+        except BaseException as error:
+            await clean_up(log, self._host.discard(sandbox))
+            if not isinstance(error, GatewayError):
+                raise
+            log.warning("claim failed", sandbox=sandbox.id, snapshot=snapshot.id, reason=error.message)
+            sandbox.instance, sandbox.host = new_id(), {}
+            return False
+        self._prewarm.claimed += 1
+        return True
+
+    async def _start(self, snapshot: Snapshot, sandbox: Sandbox, *, with_memory: bool) -> None:
         try:
             await self._host.fork(snapshot, sandbox, with_memory=with_memory)
             await self._agents.identify(sandbox, booted=not with_memory)

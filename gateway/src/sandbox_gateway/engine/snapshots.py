@@ -11,6 +11,7 @@ from sandbox_gateway.engine.context import Context
 from sandbox_gateway.engine.index import Trees
 from sandbox_gateway.engine.locking import Locking
 from sandbox_gateway.engine.names import require_valid_name
+from sandbox_gateway.engine.prewarm import Prewarm
 from sandbox_gateway.engine.record_changes import save_sandbox, save_snapshot
 from sandbox_gateway.engine.references import References
 from sandbox_gateway.errors import Invalid
@@ -20,7 +21,13 @@ from sandbox_gateway.tasks import finish_despite_cancellation
 
 class Snapshots:
     def __init__(
-        self, context: Context, locking: Locking, references: References, collector: Collector, captures: Captures
+        self,
+        context: Context,
+        locking: Locking,
+        references: References,
+        collector: Collector,
+        captures: Captures,
+        prewarm: Prewarm,
     ) -> None:
         self._context = context
         self._host = context.host
@@ -29,6 +36,7 @@ class Snapshots:
         self._references = references
         self._collector = collector
         self._captures = captures
+        self._prewarm = prewarm
 
     def get(self, ref: str) -> Snapshot:
         """Find a snapshot or template by id or name."""
@@ -59,19 +67,23 @@ class Snapshots:
         expires_in: float | None = None,
         volumes: Sequence[str] = (),
         retention: Retention | None = None,
+        prewarm: int = 0,
     ) -> Snapshot:
         """Capture a running sandbox, which keeps running. ``memory``: "auto" (if the host supports it) or "none".
 
         ``volumes``: names or ids of mounted volumes to capture in the same pause, all-or-nothing. ``retention``: the
-        rule for this snapshot and for all earlier snapshots of the sandbox that were taken with a rule.
+        rule for this snapshot and for all earlier snapshots of the sandbox that were taken with a rule. ``prewarm``:
+        the number of forks to keep ready.
         """
         if memory not in ("auto", "none"):
             raise Invalid(f"memory is {memory[:20]!r}: set it to 'auto' or 'none'")
+        self._prewarm.check(memory == "auto" and self._host.abilities.memory, prewarm)
         names = [require_valid_name(name)] if name else []
         with self._index.reserved(names):
             async with self._locking.running_sandbox(ref) as sandbox:
                 snapshot = self._captures.new_snapshot_record(sandbox, SnapshotKind.SNAPSHOT)
                 snapshot.names, snapshot.description, snapshot.retention = names, description, retention
+                snapshot.prewarm = prewarm
                 snapshot.expires_at = None if expires_in is None else now() + timedelta(seconds=expires_in)
                 return await finish_despite_cancellation(
                     self._captures.capture(sandbox, snapshot, memory=memory == "auto", volumes=volumes)

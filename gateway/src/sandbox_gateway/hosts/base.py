@@ -29,6 +29,8 @@ class Abilities:
     """A fork with memory may differ from its snapshot in CPUs, memory size and disk size."""
     independent_snapshots: bool
     """Snapshots can be removed while sandboxes depend on them. Otherwise a rolled-back sandbox keeps its snapshot."""
+    prewarm: bool = False
+    """A fork with memory can be held at the point of the capture, and claimed later by another sandbox."""
     atomic_capture: bool = False
     """A disk capture of a running machine is a point-in-time copy, without freezing the file system."""
     atomic_append: bool = False
@@ -114,11 +116,18 @@ class Host(Protocol):
     async def build_base(self, base: Snapshot, recipe: Recipe, log: Log) -> Snapshot:
         """Create a file system from ``recipe`` and commit it as the snapshot ``base``, which has no memory."""
 
-    async def fork(self, snapshot: Snapshot, sandbox: Sandbox, *, with_memory: bool) -> None:
+    async def fork(self, snapshot: Snapshot, sandbox: Sandbox, *, with_memory: bool, hold: bool = False) -> None:
         """Start ``sandbox.instance`` from ``snapshot`` and set ``sandbox.host``. ``save`` then commits the sandbox.
 
-        With memory, the machine resumes at the point of the capture; without, it boots from the disk. Cleans up on
-        failure.
+        With memory, the machine resumes at the point of the capture; without, it boots from the disk. ``hold``: the
+        machine stays stopped at that point until ``claim``. Cleans up on failure.
+        """
+
+    async def claim(self, fork: Sandbox, sandbox: Sandbox) -> None:
+        """Give ``sandbox`` the machine of ``fork``, which was never committed, and let the machine continue.
+
+        Sets ``sandbox.instance`` and ``sandbox.host``, and applies the network policy of ``sandbox``. On failure, the
+        machine is removed.
         """
 
     async def boot(self, sandbox: Sandbox) -> None:

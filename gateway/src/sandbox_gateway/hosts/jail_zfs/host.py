@@ -145,8 +145,8 @@ class JailZfsHost:
         self._disks.add_snapshot(base)
         return base
 
-    async def fork(self, snapshot: Snapshot, sandbox: Sandbox, *, with_memory: bool) -> None:
-        if with_memory:
+    async def fork(self, snapshot: Snapshot, sandbox: Sandbox, *, with_memory: bool, hold: bool = False) -> None:
+        if with_memory or hold:
             raise Unsupported("a jail host captures only files, not memory: fork the snapshot without memory")
         machine = self._reserve(sandbox, self._names.default(sandbox.instance))
         try:
@@ -154,6 +154,9 @@ class JailZfsHost:
         except BaseException:
             await finish_despite_cancellation(self.discard(sandbox))
             raise
+
+    async def claim(self, fork: Sandbox, sandbox: Sandbox) -> None:
+        raise Unsupported("a jail cannot be held and claimed: fork the snapshot when you need it")
 
     async def boot(self, sandbox: Sandbox) -> None:
         root = self._disks.path(sandbox.instance)

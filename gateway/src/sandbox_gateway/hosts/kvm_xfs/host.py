@@ -55,7 +55,7 @@ class KvmXfsHost:
     """The KVM/XFS host, an implementation of hosts.base.Host."""
 
     kind = "kvm_xfs"
-    abilities = Abilities(memory=True, resize_on_fork=False, independent_snapshots=True)
+    abilities = Abilities(memory=True, resize_on_fork=False, independent_snapshots=True, prewarm=True)
 
     def __init__(self, config: Config) -> None:
         self._config = config
@@ -222,7 +222,7 @@ class KvmXfsHost:
 
     # -- sandboxes --------------------------------------------------------------------------------------------------
 
-    async def fork(self, snapshot: Snapshot, sandbox: Sandbox, *, with_memory: bool) -> None:
+    async def fork(self, snapshot: Snapshot, sandbox: Sandbox, *, with_memory: bool, hold: bool = False) -> None:
         source = self._snapshots.path(snapshot)
         files = self._layout.instance(sandbox)
         if with_memory:
@@ -233,12 +233,21 @@ class KvmXfsHost:
                 await finish_despite_cancellation(
                     asyncio.to_thread(instances.create_files, source, files, sandbox, with_memory)
                 )
-                await self._machines.launch(sandbox, files, source / "device.state" if with_memory else None)
+                state = source / "device.state" if with_memory else None
+                await self._machines.launch(sandbox, files, state, hold=hold)
                 sandbox.host["line"] = with_memory and snapshot.host.get("line", False)
                 if with_memory and "image" in snapshot.host:
                     sandbox.host["image"] = snapshot.host["image"]
             except BaseException:
                 await clean_up(logger, self.discard(sandbox))
+                raise
+
+    async def claim(self, fork: Sandbox, sandbox: Sandbox) -> None:
+        with explaining_os_errors():
+            try:
+                await self._machines.claim(fork, sandbox)
+            except BaseException:
+                await clean_up(logger, self.discard(sandbox), self.discard(fork))
                 raise
 
     async def boot(self, sandbox: Sandbox) -> None:

@@ -13,6 +13,7 @@ from pathlib import Path
 from sandbox_gateway.config import Config
 from sandbox_gateway.errors import Conflict, Unsupported
 from sandbox_gateway.hosts.base import Scan
+from sandbox_gateway.hosts.kvm_xfs.image import instances
 from sandbox_gateway.hosts.kvm_xfs.image.layout import Instance, Layout
 from sandbox_gateway.hosts.kvm_xfs.network.addresses import GUEST_MAC, Slot
 from sandbox_gateway.hosts.kvm_xfs.network.slots import SlotPool
@@ -24,6 +25,7 @@ from sandbox_gateway.hosts.kvm_xfs.qemu.processes import list_running
 from sandbox_gateway.hosts.kvm_xfs.volumes.kvm_volumes import KvmVolumes
 from sandbox_gateway.log import Logger
 from sandbox_gateway.records import Sandbox, Snapshot
+from sandbox_gateway.tasks import finish_despite_cancellation
 
 _OLD_LOG_SECONDS = 2.0
 
@@ -115,13 +117,16 @@ class RunningMachines:
 
     # -- starting and ending ----------------------------------------------------------------------------------------
 
-    async def launch(self, sandbox: Sandbox, files: Instance, state: Path | None) -> None:
-        """Start ``sandbox.instance`` from its files and set ``sandbox.host``. Without ``state``, the machine boots."""
+    async def launch(self, sandbox: Sandbox, files: Instance, state: Path | None, *, hold: bool = False) -> None:
+        """Start ``sandbox.instance`` from its files and set ``sandbox.host``. Without ``state``, the machine boots.
+
+        ``hold``: load the state, and stay stopped until the machine is claimed.
+        """
         slot = await self._slots.take(sandbox.network)
         try:
             if mounts := self._volumes.available_mounts(sandbox):
                 await self._volumes.allow(sandbox, mounts, slot.host_address)
-            machine = await Machine.spawn(self._machine_spec(sandbox, slot), files, state=state)
+            machine = await Machine.spawn(self._machine_spec(sandbox, slot), files, state=state, hold=hold)
         except BaseException:
             await self._release(sandbox.instance, slot)
             raise
@@ -132,7 +137,20 @@ class RunningMachines:
             "address": slot.host_address,
             "platform": asdict(self.platform),
         }
+        if hold:
+            await machine.wait_until_restored()
         self._start_limiting(sandbox, machine.pid)
+
+    async def claim(self, fork: Sandbox, sandbox: Sandbox) -> None:
+        """Give ``sandbox`` the machine of ``fork``, with its files, and let it continue."""
+        machine, slot = self.require_running(fork)
+        before, after = machine.files, Instance(self._layout.sandbox(sandbox) / fork.instance)
+        await finish_despite_cancellation(asyncio.to_thread(instances.move, before, after))
+        machine.files = after
+        sandbox.instance, sandbox.host = fork.instance, fork.host
+        if sandbox.network != fork.network:
+            await self._slots.apply(slot, sandbox.network)
+        await machine.cont()
 
     async def end(self, sandbox: Sandbox) -> None:
         """Stop the machine of ``sandbox.instance``, if it runs, and release its slot."""

@@ -94,7 +94,7 @@ class _Reader:
         """
         claims: dict[str, list[_Claim]] = {}
         unrecorded: dict[str, list[str]] = {}
-        for name in facts:
+        for name in self._facts:
             if name.startswith(self._prefix) and "@" not in name:
                 self._read(name, claims, unrecorded)
         for volume_id in self.findings.doomed:
@@ -145,18 +145,17 @@ class _Reader:
 
     def read_without_record(self, volume_id: str, names: list[str]) -> None:
         for name in names:
+            canmount = self._facts[name]["canmount"]
             has_snapshots = any(each.startswith(f"{name}@") for each in self._facts)
             if volume_id in self.findings.datasets:
-                self.findings.leftover += (
-                    [] if has_snapshots and is_retired(self._facts[name]["canmount"], has_record=False) else [name]
-                )
+                is_needed = has_snapshots and is_retired(canmount, has_record=False)
+                self.findings.leftover += [] if is_needed else [name]
             elif volume_id in self.findings.unreadable:
                 continue
             elif has_snapshots:
                 # Do not mark the dataset: an administrator may restore its volume (`zfs rename`, `zfs receive`).
-                self.findings.marks.quarantined[name] = (
-                    f"it has snapshots of the volume {volume_id}, which does not exist"
-                )
+                reason = f"it has snapshots of the volume {volume_id}, which does not exist"
+                self.findings.marks.quarantined[name] = reason
             else:
                 self.findings.uncommitted.append(name)
 

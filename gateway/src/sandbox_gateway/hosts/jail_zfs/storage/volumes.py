@@ -230,14 +230,13 @@ class VolumeStorage:
             reason = "because the sandbox's snapshot that it belonged to does not exist"
             notes.append(_attempt(findings.snapshot_names[snapshot_id], "removed", reason, destroy))
         with self._root.tree_lock:
+            tree = self._datasets.tree
             for dataset in findings.leftover:
                 reason = "because a rollback replaced it or was not completed"
-                notes.append(
-                    _attempt(dataset, "retired", reason, partial(self._datasets.tree.destroy_or_retire, dataset))
-                )
+                notes.append(_attempt(dataset, "retired", reason, partial(tree.destroy_or_retire, dataset)))
             for dataset in findings.uncommitted:
                 reason = "because it was never committed"
-                notes.append(_attempt(dataset, "removed", reason, partial(self._datasets.tree.destroy, dataset)))
+                notes.append(_attempt(dataset, "removed", reason, partial(tree.destroy, dataset)))
         for volume_id in findings.doomed:
             name = self._root.child(VOLUMES, volume_id)
             notes.append(_attempt(name, "removed", "as requested", partial(self.finish_removal, volume_id)))

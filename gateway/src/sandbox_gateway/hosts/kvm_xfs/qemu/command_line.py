@@ -47,10 +47,13 @@ class MachineSpec:
     """GUID of this machine generation, different for every fork."""
 
 
-def arguments(spec: MachineSpec, files: Instance, *, qmp_fd: int, line_fd: int, state_fd: int | None) -> list[str]:
+def arguments(
+    spec: MachineSpec, files: Instance, *, qmp_fd: int, line_fd: int, state_fd: int | None, hold: bool = False
+) -> list[str]:
     """Return QEMU's command line. With ``state_fd``, the machine resumes from that device state; without, it boots.
 
     ``line_fd`` is a connected socket, QEMU's end of the serial line to the agent. ``qmp_fd`` is a listening socket.
+    ``hold``: the machine stays stopped until ``cont``.
     """
     emulated = spec.platform.accelerator == "tcg"
     accelerator = f"tcg,tb-size={_TB_SIZE_MB}" if emulated else "kvm"
@@ -86,4 +89,4 @@ def arguments(spec: MachineSpec, files: Instance, *, qmp_fd: int, line_fd: int, 
         return [*argv, "-kernel", str(files.kernel), "-initrd", str(files.initrd), "-append", append]
     # The machine need not announce itself, because it and the tap have the same addresses in every slot.
     quiet = ("-global", "migration.send-configuration=off", "-global", "migration.announce-rounds=0")
-    return [*argv, *quiet, "-incoming", f"fd:{state_fd}"]
+    return [*argv, *quiet, "-incoming", f"fd:{state_fd}", *(["-S"] if hold else [])]

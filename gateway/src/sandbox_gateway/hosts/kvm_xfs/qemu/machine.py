@@ -26,6 +26,7 @@ logger = Logger("kvm_xfs")
 
 QMP_SECONDS = 20.0
 _TAIL = 500
+_RESTORE_INTERVAL = 0.005
 
 
 class Machine:
@@ -54,12 +55,12 @@ class Machine:
         asyncio.get_running_loop().add_reader(self._pidfd, self._on_end)
 
     @classmethod
-    async def spawn(cls, spec: MachineSpec, files: Instance, *, state: Path | None) -> Machine:
+    async def spawn(cls, spec: MachineSpec, files: Instance, *, state: Path | None, hold: bool = False) -> Machine:
         """Start QEMU in its network namespace. QEMU outlives the gateway. Raises BackendFailed on failure.
 
-        If the caller is cancelled, the process is killed.
+        If the caller is cancelled, the process is killed. ``hold``: the machine stays stopped until ``cont``.
         """
-        work = asyncio.ensure_future(cls._spawn(spec, files, state))
+        work = asyncio.ensure_future(cls._spawn(spec, files, state, hold))
         try:
             return await finish_despite_cancellation(work)
         except asyncio.CancelledError:
@@ -68,7 +69,7 @@ class Machine:
             raise
 
     @classmethod
-    async def _spawn(cls, spec: MachineSpec, files: Instance, state: Path | None) -> Machine:
+    async def _spawn(cls, spec: MachineSpec, files: Instance, state: Path | None, hold: bool) -> Machine:
         listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_CLOEXEC)
         line, qemu_line = socket.socketpair()
         output = create_log()
@@ -76,7 +77,8 @@ class Machine:
             with listener, qemu_line, contextlib.ExitStack() as stack:
                 listen_at(listener, files.qmp)
                 state_fd = stack.enter_context(state.open("rb")).fileno() if state else None
-                argv = arguments(spec, files, qmp_fd=listener.fileno(), line_fd=qemu_line.fileno(), state_fd=state_fd)
+                descriptors = {"qmp_fd": listener.fileno(), "line_fd": qemu_line.fileno()}
+                argv = arguments(spec, files, **descriptors, state_fd=state_fd, hold=hold)
                 pass_fds = [listener.fileno(), qemu_line.fileno(), *([] if state_fd is None else [state_fd])]
                 pid = await asyncio.to_thread(start_in, spec.netns, argv, pass_fds, output)
         except BaseException:
@@ -110,6 +112,12 @@ class Machine:
         """Return whether a process in the machine has opened the serial line."""
         devices = cast("list[dict[str, object]]", await self.execute("query-chardev"))
         return any(device["label"] == "line" and device["frontend-open"] for device in devices)
+
+    async def wait_until_restored(self) -> None:
+        """Wait until a held machine has loaded its state. Raises BackendFailed if it ends before, or Timeout."""
+        async with asyncio.timeout(QMP_SECONDS):
+            while cast("dict[str, str]", await self.execute("query-status"))["status"] == "inmigrate":  # noqa: ASYNC110 - QEMU sends no event that it can wait for
+                await asyncio.sleep(_RESTORE_INTERVAL)
 
     async def stop(self) -> None:
         await self.execute("stop")

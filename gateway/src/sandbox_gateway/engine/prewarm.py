@@ -1,0 +1,207 @@
+"""Prewarm: forks that are started before anyone requests them.
+
+A snapshot's record holds the number of forks to keep ready (``Snapshot.prewarm``). The forks themselves are never
+committed before they are claimed, so a restart of the gateway ends them, and starts new ones.
+
+A fork of a user's snapshot stands still at the captured instant. A fork of a template runs ahead, so that its first
+command finds warm code: a template has no instant that matters.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from sandbox_gateway.engine.agents import Agents
+from sandbox_gateway.engine.backoff import Backoff
+from sandbox_gateway.engine.context import Context
+from sandbox_gateway.engine.record_changes import save_snapshot
+from sandbox_gateway.errors import GatewayError, Invalid, Unsupported
+from sandbox_gateway.log import Logger
+from sandbox_gateway.records import Memory, Sandbox, Snapshot, SnapshotKind, new_id
+from sandbox_gateway.tasks import clean_up
+
+_CHECK_INTERVAL = 1.0
+_WARM_UP = ["true"]
+_WARM_UP_SECONDS = 20.0
+_MEMINFO = Path("/proc/meminfo")
+
+log = Logger("engine")
+
+
+@dataclass(frozen=True)
+class Level:
+    """The prewarmed forks of one snapshot."""
+
+    target: int
+    ready: int
+
+
+class Prewarm:
+    """The pool of forks that are ready to be claimed."""
+
+    def __init__(self, context: Context, agents: Agents) -> None:
+        self._context = context
+        self._host = context.host
+        self._index = context.index
+        self._agents = agents
+        self._ready: dict[str, list[Sandbox]] = {}
+        """Uncommitted sandboxes with running machines, by snapshot; the oldest first."""
+        self._changed = asyncio.Event()
+        self._backoff = Backoff()
+        self._short_of_memory = False
+        self.claimed = 0
+        """Forks that were claimed since the gateway started."""
+        self._requested = 0
+        """Machines that requests are starting now."""
+
+    @contextlib.contextmanager
+    def starting_requested(self) -> Iterator[None]:
+        """Start no fork ahead of time inside this context, if requests already keep all cores busy."""
+        self._requested += 1
+        try:
+            yield
+        finally:
+            self._requested -= 1
+            self._changed.set()
+
+    def level(self, snapshot: Snapshot) -> Level:
+        return Level(target=snapshot.prewarm, ready=len(self._ready.get(snapshot.id, ())))
+
+    def total(self) -> Level:
+        """Return the sums over all snapshots."""
+        levels = [self.level(snapshot) for snapshot in self._index.snapshots.values() if snapshot.prewarm]
+        return Level(target=sum(each.target for each in levels), ready=sum(map(len, self._ready.values())))
+
+    async def set_target(self, ref: str, count: int) -> Level:
+        """Keep ``count`` forks of a snapshot or template ready. Raises Unsupported if there is no memory to resume."""
+        snapshot = self._index.snapshot(ref)
+        self.check(snapshot.memory is not Memory.NONE, count)
+        if snapshot.prewarm != count:
+            snapshot = await save_snapshot(self._context, snapshot.id, prewarm=count)
+        self._backoff.forget([snapshot.id])
+        self._changed.set()
+        return self.level(snapshot)
+
+    def check(self, memory: bool, count: int) -> None:
+        """Raise Invalid or Unsupported if ``count`` forks of a snapshot cannot be kept ready.
+
+        ``memory``: whether the snapshot includes memory.
+        """
+        most = self._context.config.prewarm.maximum
+        if not 0 <= count <= most:
+            raise Invalid(f"a prewarm count of {count} is not possible: use 0 to {most} (prewarm.maximum)")
+        if count and not self._host.abilities.prewarm:
+            raise Unsupported(f"a {self._host.kind} host cannot prewarm forks: leave prewarm out, or set it to 0")
+        if count and not memory:
+            raise Unsupported(
+                "a snapshot without memory cannot be prewarmed, because its forks boot: capture it with memory"
+            )
+
+    def take(self, snapshot: Snapshot, sandbox: Sandbox) -> Sandbox | None:
+        """Take a fork of ``snapshot`` that ``sandbox`` can claim, or None. The caller has to claim or discard it."""
+        if sandbox.mounts or snapshot.mounts or sandbox.resources != snapshot.resources:
+            return None
+        ready = self._ready.get(snapshot.id, [])
+        while ready:
+            self._changed.set()
+            fork = ready.pop(0)
+            if not self._host.end_reason(fork):
+                return fork
+            self._context.background.start(self._host.discard(fork))
+        return None
+
+    async def keep_ready(self) -> None:
+        """Start and discard forks as needed; never returns."""
+        while True:
+            self._changed.clear()
+            try:
+                await self._discard_surplus()
+                started = await self._start_one()
+            except Exception as error:
+                log.error("prewarming failed", reason=str(error) or type(error).__name__)
+                started = False
+            if not started:
+                with contextlib.suppress(TimeoutError):
+                    async with asyncio.timeout(_CHECK_INTERVAL):
+                        await self._changed.wait()
+
+    async def discard_all(self) -> None:
+        """End all forks that nobody has claimed."""
+        forks = [fork for ready in self._ready.values() for fork in ready]
+        self._ready.clear()
+        await clean_up(log, *(self._host.discard(fork) for fork in forks))
+
+    def _targets(self) -> dict[str, int]:
+        found = {each.id: each.prewarm for each in self._index.snapshots.values() if each.prewarm and not each.doomed}
+        self._backoff.retain_only(found)
+        return found
+
+    async def _discard_surplus(self) -> None:
+        """Discard forks beyond their targets, ended ones, and the newest ones if the host is short of memory."""
+        targets = self._targets()
+        surplus: list[Sandbox] = []
+        for id, ready in list(self._ready.items()):
+            kept = [fork for fork in ready if not self._host.end_reason(fork)][: targets.get(id, 0)]
+            kept_ids = {fork.id for fork in kept}
+            surplus += [fork for fork in ready if fork.id not in kept_ids]
+            self._ready[id] = kept
+            if not kept:
+                del self._ready[id]
+        self._short_of_memory = self._available_mb() < self._context.config.prewarm.free_memory_mb
+        if self._short_of_memory and self._ready:
+            largest = max(self._ready.values(), key=len)
+            surplus.append(largest.pop())
+            log.warning("prewarmed fork dropped", reason="the host is short of memory", ready=self.total().ready)
+        await clean_up(log, *(self._host.discard(fork) for fork in surplus))
+
+    async def _start_one(self) -> bool:
+        """Start one missing fork. Returns False if none is missing or can be started now."""
+        if self._requested >= (os.cpu_count() or 1):
+            return False
+        for id, target in self._targets().items():
+            snapshot = self._index.snapshots[id]
+            if len(self._ready.get(id, ())) >= target or not self._backoff.is_due(id):
+                continue
+            needed = self._context.config.prewarm.free_memory_mb + snapshot.resources.memory_mb
+            if self._short_of_memory or self._available_mb() < needed:
+                continue
+            try:
+                fork = await self._start(snapshot)
+            except GatewayError as error:
+                self._backoff.delay(id)
+                log.warning("fork not prewarmed", snapshot=id, reason=error.message)
+                continue
+            self._backoff.forget([id])
+            if id in self._index.snapshots:
+                self._ready.setdefault(id, []).append(fork)
+            else:
+                await self._host.discard(fork)
+            return True
+        return False
+
+    async def _start(self, snapshot: Snapshot) -> Sandbox:
+        """Start a fork, and run a template's ahead."""
+        id = new_id()
+        fork = Sandbox(id=id, name=id, forked_from=snapshot.id, base=snapshot.id, resources=snapshot.resources)
+        runs_ahead = snapshot.kind is SnapshotKind.TEMPLATE
+        await self._host.fork(snapshot, fork, with_memory=True, hold=not runs_ahead)
+        try:
+            if runs_ahead:
+                await self._agents.identify(fork, booted=False)
+                await self._agents.client(fork).exec(_WARM_UP, timeout=_WARM_UP_SECONDS)
+        except BaseException:
+            await clean_up(log, self._host.discard(fork))
+            raise
+        return fork
+
+    def _available_mb(self) -> int:
+        """Return the memory that the host can use without swapping, in MiB."""
+        for line in _MEMINFO.read_text().splitlines():
+            if line.startswith("MemAvailable:"):
+                return int(line.split()[1]) // 1024
+        return 0

@@ -1,0 +1,109 @@
+"""Prewarm on real machines: forks that stand still or run ahead until they are claimed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+
+from sandbox_gateway.engine.spec import ForkSpec
+from sandbox_gateway.errors import Unsupported
+from sandbox_gateway.records import NetworkPolicy
+from tests.engine.test_engine_fork import START_COUNTER, read_counter
+from tests.support.live import Live
+from tests.support.waiting import eventually
+from tests.support.worlds import TEMPLATE, World
+
+
+@pytest.fixture
+def with_prewarm(world: World) -> None:
+    if not world.abilities.prewarm:
+        pytest.skip(f"{world.kind} declares that it cannot hold machines")
+
+
+def keep_ready(live: Live, ref: str, count: int) -> None:
+    """Set the target of a snapshot, and wait until that many forks are ready."""
+    live.do(live.engine.prewarm.set_target(ref, count))
+    snapshot = live.engine.snapshots.get(ref)
+    eventually(lambda: live.engine.prewarm.level(snapshot).ready == count, 120)
+
+
+@pytest.mark.usefixtures("with_prewarm")
+def test_a_fork_of_a_snapshot_stands_still_until_it_is_claimed(live: Live) -> None:
+    live.do(live.engine.forks.create(TEMPLATE, ForkSpec(names=["source"])))
+    live.shell("source", START_COUNTER)
+    live.do(live.engine.snapshots.create("source", name="mark"))
+    captured_at_most = read_counter(live, "source")
+    keep_ready(live, "mark", 1)
+    while read_counter(live, "source") < captured_at_most + 50:
+        pass
+    claimed = live.engine.prewarm.claimed
+    live.do(live.engine.forks.create("mark", ForkSpec(names=["fork"], env={"COLOUR": "green"})))
+    assert read_counter(live, "fork") < captured_at_most + 50
+    assert live.shell("fork", "hostname; echo $COLOUR").split() == ["fork", "green"]
+    assert live.engine.prewarm.claimed == claimed + 1
+    keep_ready(live, "mark", 0)
+
+
+@pytest.mark.usefixtures("with_prewarm")
+def test_a_fork_of_a_template_runs_ahead(live: Live) -> None:
+    keep_ready(live, TEMPLATE, 2)
+    claimed = live.engine.prewarm.claimed
+    forks = live.do(live.engine.forks.fork(TEMPLATE, ForkSpec(names=["a", "b"])))
+    assert live.engine.prewarm.claimed == claimed + 2
+    for command in ("hostname", "cat /etc/machine-id", "head -c 16 /dev/urandom | od -An -tx1"):
+        one, other = (live.shell(fork.id, command) for fork in forks)
+        assert one != other, command
+    assert live.shell("a", "hostname").strip() == "a"
+    keep_ready(live, TEMPLATE, 0)
+
+
+@pytest.mark.usefixtures("with_prewarm")
+def test_a_rollback_claims_a_prewarmed_machine(live: Live) -> None:
+    sandbox = live.do(live.engine.forks.create(TEMPLATE, ForkSpec(names=["source"])))
+    live.shell("source", "echo first >/root/word")
+    live.do(live.engine.snapshots.create("source", name="mark"))
+    keep_ready(live, "mark", 1)
+    live.shell("source", "echo second >/root/word")
+    claimed = live.engine.prewarm.claimed
+    assert live.do(live.engine.sandboxes.rollback("source", "mark")).id == sandbox.id
+    assert live.engine.prewarm.claimed == claimed + 1
+    assert live.shell("source", "cat /root/word").strip() == "first"
+    # A claimed machine is captured, paused and resumed like any other.
+    live.do(live.engine.snapshots.create("source", name="later"))
+    live.do(live.engine.sandboxes.pause("source"))
+    live.do(live.engine.sandboxes.resume("source"))
+    assert live.shell("source", "cat /root/word").strip() == "first"
+    keep_ready(live, "mark", 0)
+
+
+@pytest.mark.usefixtures("with_prewarm")
+def test_a_claimed_machine_gets_its_network_policy(live: Live) -> None:
+    keep_ready(live, TEMPLATE, 1)
+    claimed = live.engine.prewarm.claimed
+    live.do(live.engine.forks.create(TEMPLATE, ForkSpec(names=["shut"], network=NetworkPolicy(allow_internet=False))))
+    assert live.engine.prewarm.claimed == claimed + 1
+    assert live.shell("shut", "cat /etc/resolv.conf | grep -c nameserver || true").strip() == "0"
+    keep_ready(live, TEMPLATE, 0)
+
+
+@pytest.mark.usefixtures("with_prewarm")
+def test_a_restart_keeps_claimed_machines_and_starts_new_forks(make_live: Callable[..., Live]) -> None:
+    live = make_live()
+    keep_ready(live, TEMPLATE, 1)
+    sandbox = live.do(live.engine.forks.create(TEMPLATE, ForkSpec(names=["kept"])))
+    live.shell("kept", "echo here >/run/kept")
+    live.close()
+    again = make_live(config=live.config)
+    assert again.shell("kept", "cat /run/kept").strip() == "here"
+    assert again.sandbox("kept").instance == sandbox.instance
+    template = again.engine.snapshots.get(TEMPLATE)
+    eventually(lambda: again.engine.prewarm.level(template).ready == 1, 120)
+    keep_ready(again, TEMPLATE, 0)
+
+
+def test_a_host_that_cannot_hold_machines_refuses(live: Live, world: World) -> None:
+    if world.abilities.prewarm:
+        pytest.skip(f"{world.kind} declares that it can hold machines")
+    with pytest.raises(Unsupported, match="cannot prewarm forks"):
+        live.do(live.engine.prewarm.set_target(TEMPLATE, 1))
