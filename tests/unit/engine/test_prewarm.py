@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -163,15 +164,12 @@ async def test_forks_that_nobody_needs_are_ended(
     await wait_until(lambda: len(host.machines) == 1)
 
 
-async def test_forks_are_dropped_while_the_host_is_short_of_memory(
-    engine: Engine, host: _Host, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_forks_are_dropped_while_the_host_is_short_of_memory(engine: Engine, host: _Host) -> None:
     await keep(engine, 2)
     free = engine.config.prewarm.free_memory_mb
-    monkeypatch.setattr(engine.prewarm, "_available_mb", lambda: free - 1)
-    await wait_until(lambda: ready(engine) == 0)
-    assert len(host.machines) == 1
-    monkeypatch.setattr(engine.prewarm, "_available_mb", lambda: free + 256)
+    host.available = replace(host.available, memory_free=(free - 1) << 20)
+    await wait_until(lambda: ready(engine) == 0 and len(host.machines) == 1)
+    host.available = replace(host.available, memory_free=(free + 256) << 20)
     await wait_until(lambda: ready(engine) == 2)
 
 

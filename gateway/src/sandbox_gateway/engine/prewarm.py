@@ -14,13 +14,14 @@ import contextlib
 import os
 from collections.abc import Iterator
 from dataclasses import dataclass
-from pathlib import Path
 
 from sandbox_gateway.engine.agents import Agents
 from sandbox_gateway.engine.backoff import Backoff
 from sandbox_gateway.engine.context import Context
 from sandbox_gateway.engine.record_changes import save_snapshot
+from sandbox_gateway.engine.room import RoomKeeper
 from sandbox_gateway.errors import GatewayError, Invalid, Unsupported
+from sandbox_gateway.hosts.base import Room
 from sandbox_gateway.log import Logger
 from sandbox_gateway.records import Memory, Sandbox, Snapshot, SnapshotKind, new_id
 from sandbox_gateway.tasks import clean_up
@@ -28,7 +29,6 @@ from sandbox_gateway.tasks import clean_up
 _CHECK_INTERVAL = 1.0
 _WARM_UP = ["true"]
 _WARM_UP_SECONDS = 20.0
-_MEMINFO = Path("/proc/meminfo")
 
 log = Logger("engine")
 
@@ -44,11 +44,12 @@ class Level:
 class Prewarm:
     """The pool of forks that are ready to be claimed."""
 
-    def __init__(self, context: Context, agents: Agents) -> None:
+    def __init__(self, context: Context, agents: Agents, room: RoomKeeper) -> None:
         self._context = context
         self._host = context.host
         self._index = context.index
         self._agents = agents
+        self._room = room
         self._ready: dict[str, list[Sandbox]] = {}
         """Uncommitted sandboxes with running machines, by snapshot; the oldest first."""
         self._changed = asyncio.Event()
@@ -120,8 +121,9 @@ class Prewarm:
         while True:
             self._changed.clear()
             try:
-                await self._discard_surplus()
-                started = await self._start_one()
+                room = await self._host.room() if self._ready or self._targets() else None
+                await self._discard_surplus(room)
+                started = room is not None and await self._start_one(room)
             except Exception as error:
                 log.error("prewarming failed", reason=str(error) or type(error).__name__)
                 started = False
@@ -141,7 +143,7 @@ class Prewarm:
         self._backoff.retain_only(found)
         return found
 
-    async def _discard_surplus(self) -> None:
+    async def _discard_surplus(self, room: Room | None) -> None:
         """Discard forks beyond their targets, ended ones, and the newest ones if the host is short of memory."""
         targets = self._targets()
         surplus: list[Sandbox] = []
@@ -152,14 +154,15 @@ class Prewarm:
             self._ready[id] = kept
             if not kept:
                 del self._ready[id]
-        self._short_of_memory = self._available_mb() < self._context.config.prewarm.free_memory_mb
+        reserve = self._context.config.prewarm.free_memory_mb << 20
+        self._short_of_memory = room is not None and room.memory_free < reserve
         if self._short_of_memory and self._ready:
             largest = max(self._ready.values(), key=len)
             surplus.append(largest.pop())
             log.warning("prewarmed fork dropped", reason="the host is short of memory", ready=self.total().ready)
         await clean_up(log, *(self._host.discard(fork) for fork in surplus))
 
-    async def _start_one(self) -> bool:
+    async def _start_one(self, room: Room) -> bool:
         """Start one missing fork. Returns False if none is missing or can be started now."""
         if self._requested >= (os.cpu_count() or 1):
             return False
@@ -168,7 +171,7 @@ class Prewarm:
             if len(self._ready.get(id, ())) >= target or not self._backoff.is_due(id):
                 continue
             needed = self._context.config.prewarm.free_memory_mb + snapshot.resources.memory_mb
-            if self._short_of_memory or self._available_mb() < needed:
+            if self._short_of_memory or room.memory_free >> 20 < needed or not self._room.has_disk(room):
                 continue
             try:
                 fork = await self._start(snapshot)
@@ -198,10 +201,3 @@ class Prewarm:
             await clean_up(log, self._host.discard(fork))
             raise
         return fork
-
-    def _available_mb(self) -> int:
-        """Return the memory that the host can use without swapping, in MiB."""
-        for line in _MEMINFO.read_text().splitlines():
-            if line.startswith("MemAvailable:"):
-                return int(line.split()[1]) // 1024
-        return 0
