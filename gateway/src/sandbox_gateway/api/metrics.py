@@ -14,6 +14,7 @@ from prometheus_client.platform_collector import PlatformCollector
 from prometheus_client.process_collector import ProcessCollector
 from prometheus_client.registry import Collector
 
+from sandbox_gateway.engine.loads import totals
 from sandbox_gateway.records import SandboxState, Snapshot, SnapshotKind
 
 if TYPE_CHECKING:
@@ -105,6 +106,14 @@ class _Inventory(Collector):
         for kind in ("snapshot", "template"):
             snapshots.add_metric([kind], kinds[kind])
         yield snapshots
+        sums = totals(self._engine.loads.current())
+        yield GaugeMetricFamily("sandbox_gateway_used_cpus", "CPUs that running sandboxes use.", sums["cpus"])
+        for resource in ("memory", "disk"):
+            yield GaugeMetricFamily(
+                f"sandbox_gateway_used_{resource}_bytes",
+                f"Bytes of {resource} that running sandboxes use; shared ones count for each.",
+                sums[f"{resource}_bytes"],
+            )
 
     def describe(self) -> Iterable[GaugeMetricFamily]:
         return []
