@@ -1,4 +1,6 @@
-"""Plot the main results: the pause of the source, fork and its floor with their parts, and the gateway's memory."""
+"""Plot the main results: the pause of the source, fork and its floor with their parts, the gateway's memory, and the
+rivals.
+"""
 
 from __future__ import annotations
 
@@ -6,6 +8,8 @@ import importlib.util
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+from benchmarks.rivals.table import MACHINES, PLAYBOOKS
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -42,8 +46,9 @@ def draw(document: dict[str, Any], target: Path) -> None:
 
     found = [(name, document["benches"][name]["measures"]) for name in _DRAWN if name in document["benches"]]
     with mpl.rc_context(_SETTINGS):
-        figure = Figure(figsize=(5.8 * len(found), 6.4), layout="constrained")
-        axes = figure.subplots(2, len(found), squeeze=False, height_ratios=(5, 1))
+        widths = [_WIDTHS.get(name, 5.8) for name, _ in found]
+        figure = Figure(figsize=(sum(widths), 6.4), layout="constrained")
+        axes = figure.subplots(2, len(found), squeeze=False, height_ratios=(5, 1), width_ratios=widths)
         for column, (name, measures) in enumerate(found):
             _DRAWN[name](axes[0][column], axes[1][column], measures)
         figure.text(0.005, -0.02, _caption(document), color=_MUTED, fontsize=8, va="top")
@@ -90,7 +95,55 @@ def _draw_memory(above: Axes, below: Axes, measures: dict[str, Any]) -> None:
     below.set_visible(False)
 
 
-_DRAWN = {"pause": _draw_pause, "fork": _draw_fork, "memory": _draw_memory}
+def _draw_rivals(above: Axes, below: Axes, measures: dict[str, Any]) -> None:
+    """Draw a bar for each operation of each rival, on a logarithmic axis; a missing bar is not offered."""
+    above.set_title("Snapshot, fork and rollback: medians, ms (number of samples)")
+    labelled: list[tuple[float, str]] = []
+    place = 0.0
+    for columns, note in ((MACHINES, ""), (PLAYBOOKS, "playbook: ")):
+        for operation in ("snapshot", "pause", "fork_1", "fork_10", "rollback"):
+            found = [measures.get(f"{column}_{operation}") for column in columns]
+            if not any(found):
+                continue
+            labelled.append((place + (len(columns) - 1) / 2, f"{note}{operation.replace('_', ' x ')}"))
+            for column, measure in zip(columns, found, strict=True):
+                if measure and measure["n"]:
+                    above.barh([place], [measure["p50"]], color=_RIVALS[column], height=0.85)
+                    label = (
+                        f" {measure['p50']:,.3g} ({measure['n']})"
+                        if measure["p50"] < 1000
+                        else (f" {measure['p50']:,.0f} ({measure['n']})")
+                    )
+                    above.text(measure["p50"], place, label, fontsize=6, va="center", color=_MUTED)
+                else:
+                    above.text(1.1, place, "not offered", fontsize=6, va="center", color=_MUTED)
+                place += 1
+            place += 1
+    for column, title in {**MACHINES, **PLAYBOOKS}.items():
+        above.barh([0], [0], color=_RIVALS[column], label=title.replace("`", ""))
+    above.set_xscale("log")
+    above.xaxis.set_major_formatter("{x:,.0f}")
+    above.set_xlim(
+        1, 4 * max(measure["p50"] for measure in measures.values() if measure["n"] and measure["unit"] == "ms")
+    )
+    above.set_ylim(place, -1)
+    above.set_yticks([middle for middle, _ in labelled], [label for _, label in labelled])
+    above.set_xlabel("milliseconds, logarithmic")
+    _frame(above)
+    below.set_visible(False)
+
+
+_RIVALS = {
+    "ours": _OURS,
+    "virsh_save": "#98a2b3",
+    "savevm": "#7fd1c4",
+    "virsh_internal": "#c4a7ec",
+    "virsh_external": "#e08c1a",
+    "our_play": _OURS,
+    "hand_play": "#98a2b3",
+}
+_WIDTHS = {"rivals": 9.0}
+_DRAWN = {"pause": _draw_pause, "fork": _draw_fork, "memory": _draw_memory, "rivals": _draw_rivals}
 DRAWN = frozenset(_DRAWN)
 """The benches that a plot shows."""
 
@@ -149,6 +202,7 @@ def _caption(document: dict[str, Any]) -> str:
             ("pause", "pause", "captures"),
             ("fork", "answered", "forks"),
             ("memory", "now", "rounds"),
+            ("rivals", "ours_snapshot", "snapshots of ours"),
         )
         if name in document["benches"]
     ]

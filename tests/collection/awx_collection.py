@@ -1,4 +1,4 @@
-"""The collection awx.awx, without Galaxy: extracted from PyPI's package ``ansible``, once for each test state."""
+"""Collections without Galaxy: extracted from PyPI's package ``ansible``, once for each test state."""
 
 from __future__ import annotations
 
@@ -22,16 +22,17 @@ _DOWNLOAD_SECONDS = 300
 
 
 @cache
-def collections_path() -> Path:
-    """A collections path that holds only awx.awx (1 MB of a package of 54 MB)."""
-    place = session.cache_dir() / f"awx-{_PIN.version}"
+def collections_path(name: str = "awx.awx") -> Path:
+    """A collections path that holds only this collection (awx.awx: 1 MB of a package of 54 MB)."""
+    place = session.cache_dir() / f"{name.partition('.')[0]}-{_PIN.version}"
+    prefix = f"ansible_collections/{name.replace('.', '/')}/"
     if not place.exists():
         with tempfile.TemporaryDirectory(dir=session.cache_dir()) as scratch:
             _download(Path(scratch))
             (wheel,) = Path(scratch).glob("*.whl")
             unpacked = Path(scratch) / "unpacked"
             with zipfile.ZipFile(wheel) as archive:
-                archive.extractall(unpacked, [name for name in archive.namelist() if name.startswith(_PREFIX)])
+                archive.extractall(unpacked, [path for path in archive.namelist() if path.startswith(prefix)])
             # Atomic: the directory exists only if it is complete.
             unpacked.rename(place)
     return place
