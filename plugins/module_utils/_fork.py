@@ -171,7 +171,7 @@ def _requested_names(params: Mapping[str, Any], prefix: str) -> tuple[str, ...]:
             return ()
         return validate_names(names, "sandbox")
     if count is None and params["state"] == "present":
-        raise Failure("name_prefix needs count, the number of siblings: set it")
+        raise Failure("name_prefix requires count, the number of siblings: set count")
     if count is not None and count > MAX_FORKS:
         raise Failure(f"count must be at most {MAX_FORKS}, not {count}")
     validate_names([f"{prefix}-{count or 1}"], "sandbox")

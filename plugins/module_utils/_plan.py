@@ -17,7 +17,7 @@ from typing import Any
 
 from ansible_collections.grove.sandbox.plugins.module_utils import _refusals
 from ansible_collections.grove.sandbox.plugins.module_utils._failure import Failure
-from ansible_collections.grove.sandbox.plugins.module_utils._shapes import KEYS, RESERVED
+from ansible_collections.grove.sandbox.plugins.module_utils._shapes import KEYS, RESERVED_PREFIX
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,63}")
 SANDBOX, SNAPSHOT, TEMPLATE, VOLUME = "sandbox", "snapshot", "template", "volume"
@@ -133,9 +133,9 @@ def stringify_values(values: Mapping[str, Any] | None, option: str) -> dict[str,
     for key, value in values.items():
         if isinstance(value, (dict, list, tuple)) or value is None:
             raise Failure(f"{option}.{key} must be a string, a number or a boolean")
-        if option == "metadata" and str(key).startswith(RESERVED):
+        if option == "metadata" and str(key).startswith(RESERVED_PREFIX):
             raise Failure(
-                f"metadata.{key} is not allowed, because Ansible reserves keys that begin with {RESERVED}: "
+                f"metadata.{key} is not allowed, because Ansible reserves keys that begin with {RESERVED_PREFIX}: "
                 "choose another key"
             )
         result[str(key)] = str(value).lower() if isinstance(value, bool) else str(value)

@@ -90,7 +90,7 @@ VOLUME_KEYS = (
     "created_at",
 )
 
-RESERVED = "__ansible_"
+RESERVED_PREFIX = "__ansible_"
 """Prefix of the keys that Ansible reserves for itself in JSON."""
 KEYS = {"sandbox": SANDBOX_KEYS, "snapshot": SNAPSHOT_KEYS, "template": TEMPLATE_KEYS, "volume": VOLUME_KEYS}
 
@@ -223,7 +223,7 @@ def volume_shape(volume: dict[str, Any], snapshots: Iterable[dict[str, Any]]) ->
 
 def _metadata_shape(values: dict[str, Any]) -> dict[str, str]:
     """Return the metadata without reserved keys, which could break module results, caches and inventories."""
-    return {str(key): str(value) for key, value in values.items() if not str(key).startswith(RESERVED)}
+    return {str(key): str(value) for key, value in values.items() if not str(key).startswith(RESERVED_PREFIX)}
 
 
 def _mounts_shape(resource: dict[str, Any]) -> list[dict[str, Any]]:

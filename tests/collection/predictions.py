@@ -42,9 +42,8 @@ class Case:
     """One row of the page.
 
     ``setup_tasks`` set up the case; ``changes`` then change it, as (change, name of the target). ``repeated_actions``
-    lists the actions of a second run, with their reason,
-         if there are any. ``unpredicted_error`` is the kind of an error
-    that only the run reports; ``error_kind`` is the kind of an error that both report.
+    lists the actions of a second run, with their reason, if there are any. ``unpredicted_error`` is the kind of an
+    error that only the run reports; ``error_kind`` is the kind of an error that both report.
     """
 
     module: str

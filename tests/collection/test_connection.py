@@ -88,8 +88,8 @@ def encode(data: bytes) -> str:
     return base64.b64encode(data).decode()
 
 
-@pytest.mark.parametrize("transport", ["socket", "tcp"])
-def test_commands_return_exit_codes_and_output(gateway: MemoryGateway, web: str, transport: str) -> None:
+@pytest.mark.parametrize("endpoint", ["socket", "tcp"])
+def test_commands_return_exit_codes_and_output(gateway: MemoryGateway, web: str, endpoint: str) -> None:
     binary_input = bytes(range(256)) * 8192
     response = calls(
         ["exec_command", "printf 'a\\0b'; printf 'c\\377' >&2; exit 7"],
@@ -101,7 +101,7 @@ def test_commands_return_exit_codes_and_output(gateway: MemoryGateway, web: str,
         ["exec_command", "sleep 60 >/dev/null 2>&1 & echo gone"],
         ["exec_command", f"head -c {20 << 20} /dev/zero"],
         ["exec_command", "exec /nowhere/to/be/found"],
-        variables=connection_variables(gateway)[transport],
+        variables=connection_variables(gateway)[endpoint],
     )
     failed, killed, user, same, head, closed, background, large, missing = map(check_success, response["results"])
     assert failed == (7, b"a\0b", b"c\xff")
@@ -163,8 +163,8 @@ def test_files_with_any_name_and_content_are_transferred(
     assert (tmp_path / "back.2").read_bytes() == b""
 
 
-@pytest.mark.parametrize("transport", ["socket", "tcp"])
-def test_large_files_use_little_memory(gateway: MemoryGateway, web: str, tmp_path: Path, transport: str) -> None:
+@pytest.mark.parametrize("endpoint", ["socket", "tcp"])
+def test_large_files_use_little_memory(gateway: MemoryGateway, web: str, tmp_path: Path, endpoint: str) -> None:
     source, inside, downloaded = tmp_path / "source", tmp_path / "inside", tmp_path / "back"
     block, digest = os.urandom(1 << 20), hashlib.sha256()
     with source.open("wb") as file:
@@ -173,7 +173,7 @@ def test_large_files_use_little_memory(gateway: MemoryGateway, web: str, tmp_pat
             file.write(chunk)
             digest.update(chunk)
     agent, here = peak_memory(gateway, web), resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    variables = connection_variables(gateway)[transport]
+    variables = connection_variables(gateway)[endpoint]
     response = calls(
         ["put_file", str(source), str(inside)], ["fetch_file", str(inside), str(downloaded)], variables=variables
     )
@@ -219,8 +219,8 @@ def test_failed_transfers_are_reported(gateway: MemoryGateway, web: str, tmp_pat
     assert check_success(after)[1] == b"still here\n"
 
 
-@pytest.mark.parametrize("transport", ["socket", "tcp"])
-def test_calls_share_one_connection(gateway: MemoryGateway, web: str, tmp_path: Path, transport: str) -> None:
+@pytest.mark.parametrize("endpoint", ["socket", "tcp"])
+def test_calls_share_one_connection(gateway: MemoryGateway, web: str, tmp_path: Path, endpoint: str) -> None:
     (tmp_path / "file").write_text("x")
     method_calls = [["exec_command", "true"], ["put_file", str(tmp_path / "file"), str(tmp_path / "copy")]] * 10
     connections: list[bool] = []
@@ -229,13 +229,13 @@ def test_calls_share_one_connection(gateway: MemoryGateway, web: str, tmp_path: 
     def connection_made(self: Any, transport: Any) -> None:
         server_socket = transport.get_extra_info("socket")
         connections.append(
-            transport == "socket" or bool(server_socket.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY))
+            endpoint == "socket" or bool(server_socket.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY))
         )
         original(self, transport)
 
     with mock.patch.object(H11Protocol, "connection_made", connection_made):
         response = calls(
-            *method_calls, ["reset"], ["exec_command", "true"], variables=connection_variables(gateway)[transport]
+            *method_calls, ["reset"], ["exec_command", "true"], variables=connection_variables(gateway)[endpoint]
         )
     assert all("value" in result for result in response["results"]), response
     assert len(connections) == 2, "one before the reset, one after"

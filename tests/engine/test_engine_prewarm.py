@@ -1,4 +1,4 @@
-"""Prewarm on real machines: forks that stand still or run ahead until they are claimed."""
+"""Prewarmed forks on real machines: forks of snapshots are held, and forks of templates run until they are claimed."""
 
 from __future__ import annotations
 

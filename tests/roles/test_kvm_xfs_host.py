@@ -144,11 +144,11 @@ def test_a_path_that_is_not_a_device_is_refused(apply: Apply, directory: Path) -
 
 
 def test_the_device_is_formatted_and_wiped(apply: Apply, directory: Path) -> None:
-    backing = directory / "disk"
-    with backing.open("wb") as file:
+    image_path = directory / "disk"
+    with image_path.open("wb") as file:
         file.truncate(600 << 20)
     device = subprocess.run(
-        ["losetup", "--find", "--show", str(backing)], capture_output=True, text=True, check=True
+        ["losetup", "--find", "--show", str(image_path)], capture_output=True, text=True, check=True
     ).stdout.strip()
     try:
         assert not apply(device=device).failed

@@ -48,7 +48,7 @@ _STEP_EVENTS = {
 
 
 async def _claim(engine: Engine) -> None:
-    """Keep one fork of a snapshot ready, claim it, and end the one that takes its place."""
+    """Keep one fork of a snapshot ready, claim it, and discard the fork that replaces it."""
     mark = engine.snapshots.get("mark").id
     await engine.prewarm.set_target(mark, 1)
     await _until_ready(engine, mark, 1)

@@ -203,8 +203,8 @@ class PrewarmSection(_Section):
     free_memory_mb: int = Field(
         1024,
         ge=0,
-        description="Memory of the host that prewarmed forks leave free, in MiB. If less is available, they are ended "
-        "one after another.",
+        description="Memory of the host that prewarmed forks leave free, in MiB. If less is available, the gateway "
+        "stops prewarmed forks one after another.",
     )
 
 

@@ -1,4 +1,4 @@
-"""Forks that are started in advance: kept ready, claimed, and ended when nobody needs them."""
+"""Prewarmed forks are kept ready, claimed by new sandboxes, and discarded when they are no longer needed."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ pytestmark = pytest.mark.anyio
 
 
 class _Host(MemoryHost):
-    """Counts what is applied to machines; ``full`` refuses to commit records."""
+    """A host that records whose network policies were applied. While ``full``, no record can be saved."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -114,7 +114,7 @@ async def test_a_template_runs_ahead_and_a_snapshot_stands_still(engine: Engine,
 
 async def test_a_failed_claim_falls_back_to_a_cold_fork(engine: Engine, host: _Host) -> None:
     class _Failing(set[str]):
-        """Fails once."""
+        """A set that contains each name only for the first lookup."""
 
         def __contains__(self, name: object) -> bool:
             return super().__contains__(name) and not self.discard(str(name))

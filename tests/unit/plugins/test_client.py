@@ -42,10 +42,10 @@ def test_post_request_is_not_repeated(faulty: FaultyGateway, client: Client) -> 
 
 
 def test_slow_response_times_out(faulty: FaultyGateway) -> None:
-    impatient = Client(faulty.url, timeout=0.2)
+    client_with_timeout = Client(faulty.url, timeout=0.2)
     faulty.delay = 1
     with pytest.raises(Failure, match=r"did not respond to GET /health within 0\.2 s") as caught:
-        impatient.get("/health")
+        client_with_timeout.get("/health")
     assert caught.value.kind == "timeout"
 
 

@@ -43,7 +43,7 @@ class MachineLifecycle:
             await self._start(snapshot, sandbox, with_memory=with_memory)
 
     async def _claim(self, snapshot: Snapshot, sandbox: Sandbox) -> bool:
-        """Give ``sandbox`` a prewarmed fork of ``snapshot``. Returns False if there is none that works."""
+        """Give ``sandbox`` a prewarmed fork of ``snapshot``. Returns False if none is ready or the claim fails."""
         if (fork := self._prewarm.take(snapshot, sandbox)) is None:
             return False
         try:

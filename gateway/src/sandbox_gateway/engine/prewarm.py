@@ -1,10 +1,10 @@
-"""Prewarm: forks that are started before anyone requests them.
+"""Keep forks of snapshots ready, before anyone requests them.
 
-A snapshot's record holds the number of forks to keep ready (``Snapshot.prewarm``). The forks themselves are never
-committed before they are claimed, so a restart of the gateway ends them, and starts new ones.
+A snapshot's record contains the number of forks to keep ready (``Snapshot.prewarm``). The forks are not committed
+before they are claimed, so a restart of the gateway discards them and starts new ones.
 
-A fork of a user's snapshot stands still at the captured instant. A fork of a template runs ahead, so that its first
-command finds warm code: a template has no instant that matters.
+A prewarmed fork of a snapshot is held at the captured instant. A prewarmed fork of a template runs, so that its first
+command is fast: for a template, the exact instant does not matter.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from sandbox_gateway.log import Logger
 from sandbox_gateway.records import Memory, Sandbox, Snapshot, SnapshotKind, new_id
 from sandbox_gateway.tasks import clean_up
 
-_CHECK_INTERVAL = 1.0
+_CHECK_INTERVAL_SECONDS = 1.0
 _WARM_UP = ["true"]
 _WARM_UP_SECONDS = 20.0
 _MEMINFO = Path("/proc/meminfo")
@@ -35,7 +35,7 @@ log = Logger("engine")
 
 @dataclass(frozen=True)
 class Level:
-    """The prewarmed forks of one snapshot."""
+    """The numbers of prewarmed forks that are requested and that are ready."""
 
     target: int
     ready: int
@@ -50,18 +50,18 @@ class Prewarm:
         self._index = context.index
         self._agents = agents
         self._ready: dict[str, list[Sandbox]] = {}
-        """Uncommitted sandboxes with running machines, by snapshot; the oldest first."""
+        """Uncommitted sandboxes that have machines, by the id of their snapshot, oldest first."""
         self._changed = asyncio.Event()
         self._backoff = Backoff()
         self._short_of_memory = False
         self.claimed = 0
-        """Forks that were claimed since the gateway started."""
+        """Number of forks that were claimed since the gateway started."""
         self._requested = 0
-        """Machines that requests are starting now."""
+        """Number of machines that requests are currently starting."""
 
     @contextlib.contextmanager
     def starting_requested(self) -> Iterator[None]:
-        """Start no fork ahead of time inside this context, if requests already keep all cores busy."""
+        """Count a machine that a request is starting. No fork is prewarmed while requests keep all cores busy."""
         self._requested += 1
         try:
             yield
@@ -78,7 +78,7 @@ class Prewarm:
         return Level(target=sum(each.target for each in levels), ready=sum(map(len, self._ready.values())))
 
     async def set_target(self, ref: str, count: int) -> Level:
-        """Keep ``count`` forks of a snapshot or template ready. Raises Unsupported if there is no memory to resume."""
+        """Keep ``count`` forks of a snapshot or template ready. Raises Invalid or Unsupported, like ``check``."""
         snapshot = self._index.snapshot(ref)
         self.check(snapshot.memory is not Memory.NONE, count)
         if snapshot.prewarm != count:
@@ -92,18 +92,21 @@ class Prewarm:
 
         ``memory``: whether the snapshot includes memory.
         """
-        most = self._context.config.prewarm.maximum
-        if not 0 <= count <= most:
-            raise Invalid(f"a prewarm count of {count} is not possible: use 0 to {most} (prewarm.maximum)")
+        maximum = self._context.config.prewarm.maximum
+        if not 0 <= count <= maximum:
+            raise Invalid(f"a prewarm count of {count} is not possible: use 0 to {maximum} (prewarm.maximum)")
         if count and not self._host.abilities.prewarm:
             raise Unsupported(f"a {self._host.kind} host cannot prewarm forks: leave prewarm out, or set it to 0")
         if count and not memory:
             raise Unsupported(
-                "a snapshot without memory cannot be prewarmed, because its forks boot: capture it with memory"
+                "a snapshot without memory cannot be prewarmed, because its forks boot: take a snapshot with memory"
             )
 
     def take(self, snapshot: Snapshot, sandbox: Sandbox) -> Sandbox | None:
-        """Take a fork of ``snapshot`` that ``sandbox`` can claim, or None. The caller has to claim or discard it."""
+        """Remove and return a fork of ``snapshot`` that ``sandbox`` can claim. The caller must claim or discard it.
+
+        Returns None if there is no such fork.
+        """
         if sandbox.mounts or snapshot.mounts or sandbox.resources != snapshot.resources:
             return None
         ready = self._ready.get(snapshot.id, [])
@@ -116,7 +119,7 @@ class Prewarm:
         return None
 
     async def keep_ready(self) -> None:
-        """Start and discard forks as needed; never returns."""
+        """Start and discard forks as needed. Never returns."""
         while True:
             self._changed.clear()
             try:
@@ -127,30 +130,30 @@ class Prewarm:
                 started = False
             if not started:
                 with contextlib.suppress(TimeoutError):
-                    async with asyncio.timeout(_CHECK_INTERVAL):
+                    async with asyncio.timeout(_CHECK_INTERVAL_SECONDS):
                         await self._changed.wait()
 
     async def discard_all(self) -> None:
-        """End all forks that nobody has claimed."""
+        """Discard all forks that have not been claimed."""
         forks = [fork for ready in self._ready.values() for fork in ready]
         self._ready.clear()
         await clean_up(log, *(self._host.discard(fork) for fork in forks))
 
     def _targets(self) -> dict[str, int]:
-        found = {each.id: each.prewarm for each in self._index.snapshots.values() if each.prewarm and not each.doomed}
-        self._backoff.retain_only(found)
-        return found
+        targets = {each.id: each.prewarm for each in self._index.snapshots.values() if each.prewarm and not each.doomed}
+        self._backoff.retain_only(targets)
+        return targets
 
     async def _discard_surplus(self) -> None:
-        """Discard forks beyond their targets, ended ones, and the newest ones if the host is short of memory."""
+        """Discard forks that exceed their target or have stopped, and one more if the host is short of memory."""
         targets = self._targets()
         surplus: list[Sandbox] = []
         for id, ready in list(self._ready.items()):
-            kept = [fork for fork in ready if not self._host.end_reason(fork)][: targets.get(id, 0)]
-            kept_ids = {fork.id for fork in kept}
-            surplus += [fork for fork in ready if fork.id not in kept_ids]
-            self._ready[id] = kept
-            if not kept:
+            remaining = [fork for fork in ready if not self._host.end_reason(fork)][: targets.get(id, 0)]
+            remaining_ids = {fork.id for fork in remaining}
+            surplus += [fork for fork in ready if fork.id not in remaining_ids]
+            self._ready[id] = remaining
+            if not remaining:
                 del self._ready[id]
         self._short_of_memory = self._available_mb() < self._context.config.prewarm.free_memory_mb
         if self._short_of_memory and self._ready:
@@ -160,15 +163,15 @@ class Prewarm:
         await clean_up(log, *(self._host.discard(fork) for fork in surplus))
 
     async def _start_one(self) -> bool:
-        """Start one missing fork. Returns False if none is missing or can be started now."""
+        """Start one missing fork. Returns False if no fork is missing, or none can be started now."""
         if self._requested >= (os.cpu_count() or 1):
             return False
         for id, target in self._targets().items():
             snapshot = self._index.snapshots[id]
             if len(self._ready.get(id, ())) >= target or not self._backoff.is_due(id):
                 continue
-            needed = self._context.config.prewarm.free_memory_mb + snapshot.resources.memory_mb
-            if self._short_of_memory or self._available_mb() < needed:
+            required_mb = self._context.config.prewarm.free_memory_mb + snapshot.resources.memory_mb
+            if self._short_of_memory or self._available_mb() < required_mb:
                 continue
             try:
                 fork = await self._start(snapshot)
@@ -185,13 +188,13 @@ class Prewarm:
         return False
 
     async def _start(self, snapshot: Snapshot) -> Sandbox:
-        """Start a fork, and run a template's ahead."""
+        """Start a fork of a snapshot and hold it, or start a fork of a template and let a first command warm it up."""
         id = new_id()
         fork = Sandbox(id=id, name=id, forked_from=snapshot.id, base=snapshot.id, resources=snapshot.resources)
-        runs_ahead = snapshot.kind is SnapshotKind.TEMPLATE
-        await self._host.fork(snapshot, fork, with_memory=True, hold=not runs_ahead)
+        is_template = snapshot.kind is SnapshotKind.TEMPLATE
+        await self._host.fork(snapshot, fork, with_memory=True, hold=not is_template)
         try:
-            if runs_ahead:
+            if is_template:
                 await self._agents.identify(fork, booted=False)
                 await self._agents.client(fork).exec(_WARM_UP, timeout=_WARM_UP_SECONDS)
         except BaseException:
