@@ -153,7 +153,7 @@ def run_undisturbed(verb: str, scenario: Scenario, path: Path, restore: Restore)
 
 def check(live: Live, world: World, when: str) -> None:
     """Check that everything that must remain exists, that new objects are complete, and that nothing else exists."""
-    stop_prewarming(live)
+    live.stop_prewarming()
     sandboxes = {sandbox.name: sandbox for sandbox in live.engine.sandboxes.list()}
     assert {"source", "sleeper"} <= sandboxes.keys(), when
     snapshots = {name for snapshot in live.engine.snapshots.list() for name in snapshot.names}
@@ -170,13 +170,6 @@ def check(live: Live, world: World, when: str) -> None:
         live.do(live.engine.sandboxes.delete(fork.id))
     check_lineage(live, when)
     live.wait_for(world.check_no_strays, live.engine, live.config, when)
-
-
-def stop_prewarming(live: Live) -> None:
-    for snapshot in live.engine.snapshots.list():
-        if snapshot.prewarm:
-            live.do(live.engine.prewarm.set_target(snapshot.id, 0))
-    eventually(lambda: live.engine.prewarm.total().ready == 0)
 
 
 def restore(live: Live) -> None:

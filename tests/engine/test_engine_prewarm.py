@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+import subprocess
 from collections.abc import Callable
 
 import pytest
@@ -83,8 +85,18 @@ def test_a_claimed_machine_gets_its_network_policy(live: Live) -> None:
     claimed = live.engine.prewarm.claimed
     live.do(live.engine.forks.create(TEMPLATE, ForkSpec(names=["shut"], network=NetworkPolicy(allow_internet=False))))
     assert live.engine.prewarm.claimed == claimed + 1
-    assert live.shell("shut", "cat /etc/resolv.conf | grep -c nameserver || true").strip() == "0"
     keep_ready(live, TEMPLATE, 0)
+    live.do(live.engine.forks.fork(TEMPLATE, ForkSpec(names=["open"])))
+    live.do(live.engine.forks.create(TEMPLATE, ForkSpec(names=["cold"], network=NetworkPolicy(allow_internet=False))))
+    assert slot_rules(live, "shut") == slot_rules(live, "cold") != slot_rules(live, "open")
+
+
+def slot_rules(live: Live, ref: str) -> str:
+    """Return the firewall rules of a sandbox's network slot, without its name and addresses."""
+    name = f"{live.config.network.prefix}-{live.sandbox(ref).host['slot']}"
+    argv = ["ip", "netns", "exec", name, "nft", "--stateless", "list", "ruleset"]
+    rules = subprocess.run(argv, capture_output=True, text=True, check=True, timeout=20).stdout
+    return re.sub(r"\b\d+\.\d+\.\d+\.\d+\b", "ADDRESS", rules.replace(name, "SLOT"))
 
 
 @pytest.mark.usefixtures("with_prewarm")

@@ -13,6 +13,7 @@ from sandbox_gateway.config import Config
 from sandbox_gateway.engine.engine import Engine
 from sandbox_gateway.hosts.base import Host
 from sandbox_gateway.records import Sandbox, Volume
+from tests.support.waiting import eventually
 
 if TYPE_CHECKING:
     from tests.support.worlds import World
@@ -69,6 +70,7 @@ class Live:
         for sandbox in self.engine.sandboxes.list():
             self.do(self.engine.sandboxes.delete(sandbox.id))
         self.do(self.engine.collector.collect())
+        self.stop_prewarming()
         objects = [*self.engine.snapshots.list(), *self.engine.volumes.list()]
         for each in sorted(objects, key=lambda each: each.created_at, reverse=True):  # descendants first
             if isinstance(each, Volume):
@@ -76,6 +78,13 @@ class Live:
             else:
                 self.do(self.engine.snapshots.delete(each.id))
         self.do(self.engine.collector.collect())
+
+    def stop_prewarming(self) -> None:
+        """Keep no forks ready any more, and wait until their machines have ended."""
+        for snapshot in [*self.engine.index.snapshots.values()]:
+            if snapshot.prewarm:
+                self.do(self.engine.prewarm.set_target(snapshot.id, 0))
+        eventually(lambda: self.engine.prewarm.total().ready == 0)
 
     def sandbox(self, ref: str) -> Sandbox:
         return self.engine.sandboxes.get(ref)

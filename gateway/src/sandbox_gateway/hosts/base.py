@@ -144,7 +144,11 @@ class Host(Protocol):
         """
 
     async def save(self, sandbox: Sandbox) -> None:
-        """Commit the sandbox's record. The sandbox then exists, with the instance that the record contains."""
+        """Commit the sandbox's record. The sandbox then exists, with the instance that the record contains.
+
+        A sandbox that was forked paused has a ``pause_snapshot`` but no machine or files yet. For such a sandbox, the
+        host first creates whatever it needs to store the record.
+        """
 
     async def save_snapshot(self, snapshot: Snapshot) -> None:
         """Replace a committed snapshot's record, for example to change its name or ``doomed``."""

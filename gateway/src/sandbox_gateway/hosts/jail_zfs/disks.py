@@ -21,13 +21,7 @@ log = Logger("jail_zfs")
 
 
 class Disks:
-    def __init__(
-        self,
-        storage: ZfsStorage,
-        holders: Holders,
-        mounts: JailMounts,
-        background: BackgroundTasks,
-    ) -> None:
+    def __init__(self, storage: ZfsStorage, holders: Holders, mounts: JailMounts, background: BackgroundTasks) -> None:
         self._storage = storage
         self._holders = holders
         self._mounts = mounts

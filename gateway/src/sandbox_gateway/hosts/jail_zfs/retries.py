@@ -16,8 +16,7 @@ _RETRY_SECONDS = 3.0
 async def retry_later(change: Callable[[], object], mounts: JailMounts, blocking: MountFilter) -> bool:
     """Wait until no ``blocking`` mount is stuck, then call ``change`` in a thread, and repeat it while it fails.
 
-    Returns False if it still fails after about a minute. An administrator or the next start of the gateway must then
-    complete the change.
+    Returns False if it still fails after about a minute.
     """
     await mounts.wait_until_unmounted(blocking)
     for _ in range(_RETRIES):

@@ -143,6 +143,7 @@ class Window:
         new.hardlink_to(image)
         self._last_check.unlink(missing_ok=True)
         new.rename(self._last)
+        self._last_check.touch(mode=0o600)
         self._last_check.write_text(check.model_dump_json())
         self._taken_marker.unlink(missing_ok=True)
         self._unsaved, self._marks_are_complete = empty(), True
