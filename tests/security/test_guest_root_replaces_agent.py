@@ -45,7 +45,7 @@ def evil(shared_gateway: Gateway, template: str) -> Iterator[str]:
     program = base64.b64encode(HOSTILE.encode()).decode()
     write = f"echo {program} | base64 -d > /root/hostile.py"
     shared_gateway.sh(id, f"{write}; setsid sh -c '{_REPLACE}' </dev/null >/dev/null 2>&1 &")
-    eventually(lambda: "invalid response" in _ping(shared_gateway, id), 120)
+    eventually(lambda: "with invalid JSON" in _ping(shared_gateway, id), 120)
     yield id
     shared_gateway.call("DELETE", f"/sandboxes/{id}")
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from fastapi import APIRouter, Request, Response
 from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, Counter, Gauge, Histogram, generate_latest
-from prometheus_client.core import GaugeMetricFamily
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.platform_collector import PlatformCollector
 from prometheus_client.process_collector import ProcessCollector
 from prometheus_client.registry import Collector
@@ -93,7 +93,7 @@ class _Inventory(Collector):
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
 
-    def collect(self) -> Iterable[GaugeMetricFamily]:
+    def collect(self) -> Iterable[Metric]:
         states = Tally(sandbox.state.value for sandbox in self._engine.sandboxes.list())
         sandboxes = GaugeMetricFamily("sandbox_gateway_sandboxes", "Sandboxes, by state.", labels=["state"])
         for state in SandboxState:
@@ -105,8 +105,22 @@ class _Inventory(Collector):
         for kind in ("snapshot", "template"):
             snapshots.add_metric([kind], kinds[kind])
         yield snapshots
+        level = self._engine.prewarm.total()
+        prewarmed = GaugeMetricFamily(
+            "sandbox_gateway_prewarmed_forks",
+            "Prewarmed forks: those that are ready, and the target.",
+            labels=["state"],
+        )
+        prewarmed.add_metric(["ready"], level.ready)
+        prewarmed.add_metric(["target"], level.target)
+        yield prewarmed
+        yield CounterMetricFamily(
+            "sandbox_gateway_prewarmed_claims",
+            "Prewarmed forks that were claimed by sandboxes.",
+            value=self._engine.prewarm.claimed,
+        )
 
-    def describe(self) -> Iterable[GaugeMetricFamily]:
+    def describe(self) -> Iterable[Metric]:
         return []
 
 

@@ -49,6 +49,9 @@ def create(
         list[str] | None,
         typer.Option("--volumes", metavar="A,B,…", help="Capture these volumes in the same pause."),
     ] = None,
+    prewarm: Annotated[
+        int, typer.Option("--prewarm", metavar="N", help="Keep N forks of it ready.", show_default=False)
+    ] = 0,
     as_json: Json = False,
 ) -> None:
     """Capture the disk and the memory of a running sandbox at one instant."""
@@ -64,6 +67,8 @@ def create(
         body["retention"] = {key: value for key, value in rule.items() if value}
     if volumes:
         body["volumes"] = formats.split_list(volumes)
+    if prewarm:
+        body["prewarm"] = prewarm
     snapshot = settings.client.call("POST", path("sandboxes", sandbox, "snapshots"), body)
     render.print_json(snapshot) if settings.json else render.snapshots([snapshot])
 
@@ -91,6 +96,21 @@ def show(ctx: typer.Context, snapshot: SnapshotRef, as_json: Json = False) -> No
     settings = get_settings(ctx, as_json)
     details = settings.client.get(path("snapshots", snapshot))
     render.print_json(details) if settings.json else render.detail(details)
+
+
+@app.command("prewarm")
+def prewarm(
+    ctx: typer.Context,
+    snapshot: SnapshotRef,
+    count: Annotated[int, typer.Argument(min=0, metavar="COUNT", help="Number of forks to keep ready; 0: none.")],
+    as_json: Json = False,
+) -> None:
+    """Keep forks of a snapshot or template ready, so that new sandboxes need not wait for a machine to start."""
+    from sandbox_gateway.cli.client import path
+
+    settings = get_settings(ctx, as_json)
+    level = settings.client.call("POST", path("snapshots", snapshot, "prewarm"), {"count": count})
+    render.print_json(level) if settings.json else render.detail(level)
 
 
 @app.command("fork")

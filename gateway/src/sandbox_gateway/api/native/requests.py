@@ -34,6 +34,7 @@ def _check_count(value: object) -> object:
     return value
 
 
+PrewarmCount = Annotated[int, Field(strict=True, ge=0, le=1000)]
 Pairs = Annotated[dict[str, str], BeforeValidator(_check_count)]
 VolumeSize = Annotated[int, Field(strict=True, ge=64, le=1 << 26)]
 """In MiB."""
@@ -303,10 +304,21 @@ class CreateSnapshot(NativeBody):
         None,
         description="Which of the sandbox's snapshots that have a rule to keep. Snapshots in use are always kept.",
     )
+    prewarm: PrewarmCount = Field(0, description="Number of forks to keep ready.")
+
+    prewarm: int = Field(0, strict=True, ge=0, description="Number of forks to keep ready (`kvm_xfs`, with memory).")
 
     @property
     def memory_mode(self) -> Literal["auto", "none"]:
         return "none" if self.memory in (False, "none") else "auto"
+
+
+class Prewarm(NativeBody):
+    count: int = Field(strict=True, ge=0, description="Number of forks to keep ready; 0: none.")
+
+
+class SetPrewarm(NativeBody):
+    count: PrewarmCount = Field(description="Number of forks to keep ready. 0: none.")
 
 
 class Rollback(NativeBody):
@@ -397,11 +409,18 @@ class CreateTemplate(Sizes):
     ready_timeout: float | None = None
     setup_timeout: float | None = None
     description: str = Field("", max_length=4096)
+    prewarm: PrewarmCount | None = Field(
+        None,
+        description="Number of forks to keep ready, also of a template that already exists. Absent: unchanged, or 0 "
+        "for a template that is built.",
+    )
 
     def recipe(self) -> Recipe:
         """Return the recipe, with defaults for missing fields. Raises Invalid."""
         sizes = self.model_dump(include={"cpus", "memory_mb", "disk_mb"}, exclude_none=True)
-        rest = self.model_dump(exclude={"name", "description", "cpus", "memory_mb", "disk_mb"}, exclude_none=True)
+        rest = self.model_dump(
+            exclude={"name", "description", "prewarm", "cpus", "memory_mb", "disk_mb"}, exclude_none=True
+        )
         try:
             return Recipe(**rest, resources=Resources(**sizes))
         except ValidationError as error:

@@ -186,6 +186,7 @@ async def snapshot(
         expires_in=body.expires_in,
         volumes=body.volumes,
         retention=Retention.model_validate(body.retention.model_dump()) if body.retention else None,
+        prewarm=body.prewarm,
     )
     snapshot_record = await cancel_on_disconnect(request, work)
     request.app.state.metrics.record_capture(snapshot_record)

@@ -15,6 +15,7 @@ from sandbox_gateway.records import NetworkPolicy, Retention, Sandbox, Snapshot,
 
 if TYPE_CHECKING:
     from sandbox_gateway.engine.builds import Build
+    from sandbox_gateway.engine.prewarm import Level
     from sandbox_gateway.engine.spec import ExecResult
     from sandbox_gateway.hosts.base import Usage, VolumeState
 
@@ -109,6 +110,13 @@ class SnapshotUserShape(Shape):
     name: str
 
 
+class PrewarmShape(Shape):
+    """The forks of a snapshot that are started in advance."""
+
+    target: int
+    ready: int
+
+
 class SnapshotShape(Shape):
     snapshot_id: str
     kind: Literal["snapshot", "template"]
@@ -133,6 +141,7 @@ class SnapshotShape(Shape):
     memory_mb: int
     disk_size_mb: int
     forks: int
+    prewarm: PrewarmShape = Field(description="Forks to keep ready, and forks that are ready now.")
     volume_mounts: list[VolumeMountShape] = Field(description="The mounts of its source; forks get the same.")
     volumes: list[VolumeCaptureShape] = Field(description="Volumes that were captured in the same pause.")
     backend: str
@@ -165,6 +174,7 @@ class TemplateShape(Shape):
     memory_mb: int | None = None
     disk_size_mb: int | None = None
     memory: str | None = None
+    prewarm: PrewarmShape | None = None
 
 
 class AliasShape(Shape):
@@ -332,6 +342,7 @@ def snapshot_shape(
     *,
     backend: str,
     forks: int,
+    prewarm: Level,
     mounts: list[VolumeMountShape],
     volumes: list[VolumeCaptureShape],
     **extra: Any,
@@ -362,6 +373,7 @@ def snapshot_shape(
         memory_mb=sizes.memory_mb,
         disk_size_mb=sizes.disk_mb,
         forks=forks,
+        prewarm=prewarm_shape(prewarm),
         volume_mounts=mounts,
         volumes=volumes,
         backend=backend,
@@ -397,7 +409,13 @@ def volume_snapshot_shape(snapshot: VolumeSnapshot, volume: str) -> VolumeSnapsh
     )
 
 
-def template_shape(template: Snapshot, *, build_id: str, outdated: bool | None, forks: int) -> TemplateShape:
+def prewarm_shape(level: Level) -> PrewarmShape:
+    return PrewarmShape(target=level.target, ready=level.ready)
+
+
+def template_shape(
+    template: Snapshot, *, build_id: str, outdated: bool | None, forks: int, prewarm: Level
+) -> TemplateShape:
     """Describe a template that is ready."""
     sizes = template.resources
     return TemplateShape(
@@ -417,6 +435,7 @@ def template_shape(template: Snapshot, *, build_id: str, outdated: bool | None, 
         disk_size_mb=sizes.disk_mb,
         memory=template.memory.value,
         forks=forks,
+        prewarm=prewarm_shape(prewarm),
     )
 
 

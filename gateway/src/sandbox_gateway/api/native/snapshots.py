@@ -87,6 +87,12 @@ async def fork(
     return forks_shape(await cancel_on_disconnect(request, engine.forks.fork(ref, spec)), spec.names, view)
 
 
+@router.post("/snapshots/{ref}/prewarm", summary="Set how many forks of a snapshot or template to keep ready")
+async def prewarm(ref: Ref, engine: EngineDep, body: requests.Prewarm) -> shapes.PrewarmShape:
+    """Forks, clones, rollbacks and resumes use forks that are ready. Missing ones are started in the background."""
+    return shapes.prewarm_shape(await engine.prewarm.set_target(ref, body.count))
+
+
 @router.get("/lineage", summary="Show the lineage of templates, sandboxes, snapshots and forks", tags=["gateway"])
 async def lineage(
     engine: EngineDep,

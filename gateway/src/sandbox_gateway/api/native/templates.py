@@ -128,6 +128,7 @@ def _ready_shape(engine: Engine, template: Snapshot, guest: str) -> shapes.Templ
         build_id=engine.templates.get_build(template.id).build_id,
         outdated=is_outdated(template, guest),
         forks=len(engine.references.blocking_sandboxes(template)),
+        prewarm=engine.prewarm.level(template),
     )
 
 

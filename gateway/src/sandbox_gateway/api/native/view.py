@@ -56,6 +56,7 @@ class View:
             snapshot,
             backend=self.backend,
             forks=len(self.engine.references.blocking_sandboxes(snapshot)),
+            prewarm=self.engine.prewarm.level(snapshot),
             mounts=self._mounts(snapshot.mounts),
             volumes=[
                 shapes.VolumeCaptureShape(name=self._volume_name(capture.volume), snapshot_id=capture.snapshot)

@@ -1,0 +1,71 @@
+"""Routes of prewarm, above an in-memory host."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import httpx
+import pytest
+
+from tests.support.waiting import eventually
+
+
+@pytest.fixture
+def snapshot(api: httpx.Client, sandbox: dict[str, Any]) -> str:
+    """The name of a snapshot of the sandbox."""
+    response = api.post(f"/sandboxes/{sandbox['sandboxID']}/snapshots", json={"name": "mark"})
+    assert response.status_code == 201, response.text
+    assert response.json()["prewarm"] == {"target": 0, "ready": 0}
+    return "mark"
+
+
+def wait_until_ready(api: httpx.Client, ref: str, count: int) -> None:
+    eventually(lambda: api.get(f"/snapshots/{ref}").json()["prewarm"]["ready"] == count)
+
+
+def test_forks_are_kept_ready_and_claimed(api: httpx.Client, snapshot: str) -> None:
+    response = api.post(f"/snapshots/{snapshot}/prewarm", json={"count": 2})
+    assert (response.status_code, response.json()["target"]) == (200, 2)
+    wait_until_ready(api, snapshot, 2)
+    metrics = api.get("/metrics").text
+    assert 'sandbox_gateway_prewarmed_forks{state="ready"} 2.0' in metrics
+    claims = _claims(metrics)
+    assert api.post(f"/snapshots/{snapshot}/fork", json={"name": "claimed"}).status_code == 201
+    assert _claims(api.get("/metrics").text) == claims + 1
+    wait_until_ready(api, snapshot, 2)
+    assert [each["name"] for each in api.get("/sandboxes").json()] == ["one", "claimed"], "a fork is not a sandbox yet"
+    assert api.post(f"/snapshots/{snapshot}/prewarm", json={"count": 0}).json()["target"] == 0
+    wait_until_ready(api, snapshot, 0)
+
+
+def _claims(metrics: str) -> float:
+    (line,) = (line for line in metrics.splitlines() if line.startswith("sandbox_gateway_prewarmed_claims_total "))
+    return float(line.split()[1])
+
+
+def test_a_capture_can_ask_for_ready_forks(api: httpx.Client, sandbox: dict[str, Any]) -> None:
+    place = f"/sandboxes/{sandbox['sandboxID']}/snapshots"
+    assert api.post(place, json={"name": "warm", "prewarm": 1}).json()["prewarm"]["target"] == 1
+    wait_until_ready(api, "warm", 1)
+    refused = api.post(place, json={"name": "cold", "prewarm": 1, "memory": "none"})
+    assert (refused.status_code, refused.json()["kind"]) == (400, "unsupported"), refused.text
+    assert [each["names"] for each in api.get("/snapshots").json()] == [["warm"]]
+    api.post("/snapshots/warm/prewarm", json={"count": 0})
+    wait_until_ready(api, "warm", 0)
+
+
+def test_a_template_shows_its_ready_forks(api: httpx.Client) -> None:
+    api.post("/snapshots/base/prewarm", json={"count": 1})
+    eventually(lambda: api.get("/templates/base").json()["prewarm"] == {"target": 1, "ready": 1})
+    api.post("/snapshots/base/prewarm", json={"count": 0})
+    eventually(lambda: api.get("/templates/base").json()["prewarm"] == {"target": 0, "ready": 0})
+
+
+@pytest.mark.parametrize("body", [{}, {"count": -1}, {"count": "2"}, {"count": 65}, {"count": True}, {"count": 1.5}])
+def test_a_bad_count_is_refused(api: httpx.Client, snapshot: str, body: dict[str, Any]) -> None:
+    response = api.post(f"/snapshots/{snapshot}/prewarm", json=body)
+    assert (response.status_code, response.json()["kind"]) == (400, "invalid"), response.text
+
+
+def test_a_missing_snapshot_is_not_found(api: httpx.Client) -> None:
+    assert api.post("/snapshots/none/prewarm", json={"count": 1}).status_code == 404
