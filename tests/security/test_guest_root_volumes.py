@@ -203,7 +203,7 @@ async def test_restarts_of_a_crashing_server_are_delayed(xfs_root: Path) -> None
         waits += [current.backoff_seconds()]
         current.early_ends = 100
         waits += [current.backoff_seconds()]
-        current.started -= 3600
+        current.start_time -= 3600
         waits += [current.backoff_seconds()]
         assert waits == [0, 1, 2, 30, 0]
         assert volume.connect_nfs(guest).getattr(volume.mount_volume(guest)).kind == 2

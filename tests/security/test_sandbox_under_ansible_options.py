@@ -213,7 +213,7 @@ def sandbox_plays() -> dict[str, dict[str, Any]]:
 def test_facts_cannot_redirect_the_key(core: str, gateway: LyingGateway, thief: LyingGateway, tmp_path: Path) -> None:
     """Facts never decide where the key of the environment is sent. The message of each task names the remedy."""
     gateway.lies["0123456789ab"] = facts_answer(
-        play_variable=thief.url, sandbox_gateway_url=thief.url, several=[thief.url], check=False, places=[thief.url]
+        there=thief.url, sandbox_gateway_url=thief.url, several=[thief.url], check=False, places=[thief.url]
     )
     (tmp_path / "tasks.yml").write_text(json.dumps([make_task(gateway_url="{{ there }}")]))
     (tmp_path / "item.yml").write_text(json.dumps([make_task(gateway_url="{{ item }}")]))
