@@ -33,39 +33,47 @@ class Expiry:
     ) -> None:
         self._index = context.index
         self._events = context.events
+        self._background = context.background
         self._references = references
         self._collector = collector
         self._snapshots = snapshots
         self._sandboxes = sandboxes
         self._backoff = Backoff()
+        self._expiring: set[str] = set()
+        """Sandboxes that are being paused or deleted, or whose lock is awaited."""
 
     async def watch(self) -> None:
         """Check all objects every quarter of a second. Never returns."""
         while True:
             await asyncio.sleep(_CHECK_INTERVAL_SECONDS)
-            at = now()
-            self._backoff.retain_only(self._index.sandboxes.keys() | self._index.snapshots.keys())
-            await self._expire_sandboxes(at)
-            await self._expire_snapshots(at)
-            await self._retry_collection()
-
-    async def _retry_collection(self) -> None:
-        try:
-            await self._collector.retry()
-        except Exception as error:
-            _log_failure(error)
-
-    async def _expire_sandboxes(self, at: datetime) -> None:
-        for id in [each.id for each in self._sandboxes.list() if has_expired(each, at)]:
-            if not self._backoff.is_due(id):
-                continue
             try:
-                await self._sandboxes.expire(id)
-            except NotFound:
-                pass
+                await self._check(now())
             except Exception as error:
-                _log_failure(error, sandbox=id)
-                self._backoff.delay(id)
+                _log_failure(error)
+
+    async def _check(self, at: datetime) -> None:
+        self._backoff.retain_only(self._index.sandboxes.keys() | self._index.snapshots.keys())
+        self._expire_sandboxes(at)
+        await self._expire_snapshots(at)
+        await self._collector.retry()
+
+    def _expire_sandboxes(self, at: datetime) -> None:
+        """Start to expire sandboxes in the background: a busy sandbox must not delay the others."""
+        for sandbox in self._sandboxes.list():
+            if has_expired(sandbox, at) and sandbox.id not in self._expiring and self._backoff.is_due(sandbox.id):
+                self._expiring.add(sandbox.id)
+                self._background.start(self._expire_sandbox(sandbox.id))
+
+    async def _expire_sandbox(self, id: str) -> None:
+        try:
+            await self._sandboxes.expire(id)
+        except NotFound:
+            pass
+        except Exception as error:
+            _log_failure(error, sandbox=id)
+            self._backoff.delay(id)
+        finally:
+            self._expiring.discard(id)
 
     async def _expire_snapshots(self, at: datetime) -> None:
         for snapshot in self._snapshots.list():

@@ -1,0 +1,53 @@
+"""Expiry continues for all other objects if one is busy, or if a check fails."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+
+import pytest
+
+from sandbox_gateway.engine.engine import Engine
+from sandbox_gateway.records import now
+from tests.support.memory_engine import create, open_engine, wait_until
+
+pytestmark = pytest.mark.anyio
+
+
+def names(engine: Engine) -> list[str]:
+    return [each.name for each in engine.sandboxes.list()]
+
+
+async def test_a_busy_sandbox_does_not_delay_the_expiry_of_others(tmp_path: Path) -> None:
+    async with open_engine(tmp_path) as engine:
+        for name in ("busy", "idle"):
+            await create(engine, name)
+        async with engine._expiry._sandboxes._locking.sandbox("busy"):
+            for name in ("busy", "idle"):
+                end_timeout(engine, name)
+            await wait_until(lambda: names(engine) == ["busy"])
+        await wait_until(lambda: names(engine) == [])
+
+
+def end_timeout(engine: Engine, name: str) -> None:
+    """Let the timeout of a sandbox end, which ``set_timeout`` cannot do while the sandbox is busy."""
+    sandbox = engine.sandboxes.get(name)
+    engine.index.put(sandbox.model_copy(update={"end_at": now()}))
+
+
+async def test_a_failed_check_does_not_end_the_checks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    async with open_engine(tmp_path) as engine:
+        await create(engine, "mortal")
+
+        original = engine.collector.retry
+        failed = asyncio.Event()
+
+        async def fail_once() -> None:
+            monkeypatch.setattr(engine.collector, "retry", original)
+            failed.set()
+            raise RuntimeError("unexpected")
+
+        monkeypatch.setattr(engine.collector, "retry", fail_once)
+        await asyncio.wait_for(failed.wait(), 10)
+        await engine.sandboxes.set_timeout("mortal", 0.01)
+        await wait_until(lambda: names(engine) == [])
