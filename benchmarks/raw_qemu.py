@@ -100,18 +100,47 @@ class RawMachine:
             assert self._line is not None
             self._line.settimeout(_TIMEOUT_SECONDS)
             self._line.sendall(message)
-            received = b""
-            while message not in received:
-                chunk = self._line.recv(4096)
-                if not chunk:
-                    raise RuntimeError(f"QEMU ended before its guest answered: {self._output()}")
-                received += chunk
+            self._read_until(message)
             answered = time.perf_counter()
             self._line.sendall(b"={}")
         return (answered - started) * 1000
 
+    def start_held(self) -> None:
+        """Start QEMU, load the state, and leave the guest stopped."""
+        with self._running(deferred=False, hold=True) as (_, address, _):
+            self._monitor = _Monitor(address)
+            self._monitor.execute("qmp_capabilities")
+            while self._monitor.execute("query-status")["status"] == "inmigrate":
+                time.sleep(_RETRY_SECONDS)
+
+    def cont_and_ping(self) -> tuple[float, float]:
+        """Let the guest of a held machine continue, with a message on its serial line.
+
+        Returns the milliseconds until QEMU has answered, and until the agent has answered.
+        """
+        assert self._line is not None and self._monitor is not None
+        message = b"?" + uuid.uuid4().bytes
+        self._line.settimeout(_TIMEOUT_SECONDS)
+        self._line.sendall(message)
+        started = time.perf_counter()
+        self._monitor.execute("cont")
+        continued = time.perf_counter()
+        self._read_until(message)
+        answered = time.perf_counter()
+        self._line.sendall(b"={}")
+        return (continued - started) * 1000, (answered - started) * 1000
+
+    def _read_until(self, message: bytes) -> None:
+        assert self._line is not None
+        received = b""
+        while message not in received:
+            chunk = self._line.recv(4096)
+            if not chunk:
+                raise RuntimeError(f"QEMU ended before its guest answered: {self._output()}")
+            received += chunk
+
     @contextlib.contextmanager
-    def _running(self, *, deferred: bool) -> Iterator[tuple[float, str, int]]:
+    def _running(self, *, deferred: bool, hold: bool = False) -> Iterator[tuple[float, str, int]]:
         """Start QEMU. Yields the start time, the address of its QMP socket, and its descriptor of the device state."""
         with (
             socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_CLOEXEC) as listener,
@@ -124,7 +153,7 @@ class RawMachine:
             self._line, qemu_line = socket.socketpair()
             with qemu_line:
                 fds = [listener.fileno(), qemu_line.fileno(), state.fileno()]
-                argv = arguments(self._spec, self.files, qmp_fd=fds[0], line_fd=fds[1], state_fd=fds[2])
+                argv = arguments(self._spec, self.files, qmp_fd=fds[0], line_fd=fds[1], state_fd=fds[2], hold=hold)
                 if deferred:
                     argv[argv.index("-incoming") + 1] = "defer"
                 started = self._spawn(argv, fds, output.fileno())

@@ -11,6 +11,7 @@ from benchmarks.benches.idle import Idle
 from benchmarks.benches.jail import JailZfs
 from benchmarks.benches.memory import Memory
 from benchmarks.benches.pause import Pause
+from benchmarks.benches.prewarm import Prewarm
 from benchmarks.benches.rollback import Rollback
 from benchmarks.benches.sdk import Sdk
 from benchmarks.benches.tasks import Tasks
@@ -20,6 +21,7 @@ BENCHES: tuple[Bench, ...] = (
     Pause(),
     Dirty(),
     Fork(),
+    Prewarm(),
     Rollback(),
     Clone(),
     Idle(),

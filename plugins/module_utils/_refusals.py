@@ -83,6 +83,13 @@ def paused_for_attach(name: str, ident: str) -> Failure:
     )
 
 
+def prewarm_without_memory(kind: str, name: str) -> Failure:
+    return Failure(
+        f"{kind} {name!r} has no memory, so its forks boot and cannot be kept ready: leave prewarm out, or set it to 0",
+        "unsupported",
+    )
+
+
 def volume_not_found(name: str) -> Failure:
     return Failure(
         f"volume {name!r} not found: create it first, with the module grove.sandbox.sandbox_volume", "not_found"

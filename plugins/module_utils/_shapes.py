@@ -54,6 +54,7 @@ SNAPSHOT_KEYS = (
     "mounts",
     "volumes",
     "forks",
+    "prewarm",
     "created_at",
     "expires_at",
     "backend",
@@ -73,6 +74,7 @@ TEMPLATE_KEYS = (
     "memory_mb",
     "disk_mb",
     "forks",
+    "prewarm",
     "created_at",
     "updated_at",
 )
@@ -165,6 +167,7 @@ def snapshot_shape(snapshot: dict[str, Any]) -> dict[str, Any]:
         "mounts": _mounts_shape(snapshot),
         "volumes": sorted(each["name"] for each in snapshot.get("volumes") or []),
         "forks": snapshot.get("forks"),
+        "prewarm": _prewarm_target(snapshot),
         "created_at": snapshot.get("createdAt"),
         "expires_at": snapshot.get("expiresAt"),
         "backend": snapshot.get("backend"),
@@ -189,6 +192,7 @@ def template_shape(template: dict[str, Any]) -> dict[str, Any]:
         "memory_mb": template.get("memoryMB"),
         "disk_mb": template.get("diskSizeMB"),
         "forks": template.get("forks"),
+        "prewarm": _prewarm_target(template),
         "created_at": template.get("createdAt"),
         "updated_at": template.get("updatedAt"),
     }
@@ -219,6 +223,12 @@ def volume_shape(volume: dict[str, Any], snapshots: Iterable[dict[str, Any]]) ->
         "stuck": list(volume.get("stuck") or []),
         "created_at": volume.get("createdAt"),
     }
+
+
+def _prewarm_target(snapshot: dict[str, Any]) -> int:
+    """Return the number of forks to keep ready. Templates that are not ready, and older gateways, do not have it."""
+    target: int = (snapshot.get("prewarm") or {}).get("target", 0)
+    return target
 
 
 def _metadata_shape(values: dict[str, Any]) -> dict[str, str]:

@@ -51,6 +51,7 @@ ARGUMENTS: dict[str, Any] = {
         "options": {"keep_last": {"type": "int"}, "keep_daily": {"type": "int"}, "max_age": {"type": "int"}},
         "required_one_of": [("keep_last", "keep_daily", "max_age")],
     },
+    "prewarm": {"type": "int"},
     "when_changed": {"type": "bool", "default": False},
     "when_unused": {"type": "bool", "default": False},
     "continue_on_error": {"type": "bool", "default": False},
@@ -70,6 +71,7 @@ class DesiredState:
     volumes: tuple[str, ...] | None = None
     expires_in: int | None = None
     retention: Mapping[str, int] | None = None
+    prewarm: int | None = None
     when_changed: bool = False
     when_unused: bool = False
 
@@ -105,6 +107,7 @@ def desired_state(params: Mapping[str, Any]) -> DesiredState:
         volumes=_requested_volumes(params.get("volumes")),
         expires_in=require_minimum(params.get("expires_in"), 1, "expires_in (seconds)"),
         retention=_retention_fields(params.get("retention")),
+        prewarm=require_minimum(params.get("prewarm"), 0, "prewarm"),
         when_changed=bool(params.get("when_changed")),
         when_unused=bool(params.get("when_unused")),
     )
@@ -178,7 +181,8 @@ def find_users(client: Client, snapshots: Iterable[Mapping[str, Any]]) -> dict[s
 
 
 def view(shape: Mapping[str, Any]) -> dict[str, Any]:
-    return {key: shape[key] for key in ("name", "description", "source_sandbox_id", "status", "volumes")}
+    fields = {key: shape[key] for key in ("name", "description", "source_sandbox_id", "status", "volumes")}
+    return {**fields, **({"prewarm": shape["prewarm"]} if shape["prewarm"] else {})}
 
 
 def plan(want: DesiredState, have: CurrentState) -> Plan:
@@ -194,7 +198,7 @@ def _plan_one(want: DesiredState, have: CurrentState, name: str) -> list[Action]
         return [] if current is None else [_plan_removal(want, have, name, current)]
     if current is not None:
         _check_matches(want, have, name, current)
-        return []
+        return plan_prewarm(name, current, view(current), want.prewarm, SNAPSHOT)
     if name in have.taken_names:
         raise _refusals.name_taken(name, have.taken_names[name])
     sandbox = have.sandboxes[want.sandboxes[name]]
@@ -208,6 +212,8 @@ def _plan_capture(want: DesiredState, name: str, sandbox: Mapping[str, Any]) -> 
     for volume in want.volumes or ():
         if all(each["name"] != volume for each in sandbox["volumes"]):
             raise _refusals.volume_not_mounted(volume, sandbox["name"], sandbox["id"])
+    if want.prewarm and want.memory == "none":
+        raise _refusals.prewarm_without_memory("snapshot", name)
     body: dict[str, Any] = {"name": name, "description": want.description or "", "memory": want.memory}
     if want.volumes:
         body["volumes"] = list(want.volumes)
@@ -216,8 +222,23 @@ def _plan_capture(want: DesiredState, name: str, sandbox: Mapping[str, Any]) -> 
     if want.retention is not None:
         body["retention"] = dict(want.retention)
     after = captured_view(name, sandbox, want.description, want.volumes or ())
+    if want.prewarm:
+        body["prewarm"] = after["prewarm"] = want.prewarm
     request = {"sandbox": sandbox["id"], "ref": want.sandboxes[name], "body": body}
     return Action("capture", (Change(name, None, after, SNAPSHOT),), request)
+
+
+def plan_prewarm(
+    name: str, current: Mapping[str, Any], before: Mapping[str, Any], count: int | None, kind: str
+) -> list[Action]:
+    """Plan to keep ``count`` forks of an existing snapshot or template ready. ``before``: its view."""
+    if count is None or count == current["prewarm"]:
+        return []
+    if count and current["memory"] == "none":
+        raise _refusals.prewarm_without_memory(kind, name)
+    before = {**before, "prewarm": current["prewarm"]}
+    request = {"place": f"/snapshots/{quote_segment(current['id'])}/prewarm", "count": count}
+    return [Action("prewarm", (Change(name, before, {**before, "prewarm": count}, kind),), request)]
 
 
 def check_running_for_capture(ref: str, sandbox: Mapping[str, Any]) -> None:
@@ -294,6 +315,8 @@ def apply(action: Action, client: Client) -> dict[str, Failure]:
     if action.verb == "capture":
         with explaining_removal("sandbox", request["ref"], request["sandbox"]):
             client.post(f"/sandboxes/{quote_segment(request['sandbox'])}/snapshots", dict(request["body"]))
+    elif action.verb == "prewarm":
+        client.post(request["place"], {"count": request["count"]})
     elif action.verb == "remove":
         client.delete(request["place"], when="unused" if request["when_unused"] else "")
     else:

@@ -25,7 +25,7 @@ from ansible_collections.grove.sandbox.plugins.module_utils._plan import (
     validate_names,
 )
 from ansible_collections.grove.sandbox.plugins.module_utils._shapes import RECIPE_FIELDS, TEMPLATE_KEYS, template_shape
-from ansible_collections.grove.sandbox.plugins.module_utils._snapshot import check_unused, find_users
+from ansible_collections.grove.sandbox.plugins.module_utils._snapshot import check_unused, find_users, plan_prewarm
 
 if TYPE_CHECKING:
     from ansible_collections.grove.sandbox.plugins.module_utils._client import Client
@@ -49,6 +49,7 @@ ARGUMENTS: dict[str, Any] = {
     "cpus": {"type": "int", "default": 1},
     "memory_mb": {"type": "int", "default": 256},
     "disk_mb": {"type": "int", "default": 2048},
+    "prewarm": {"type": "int"},
     "rebuild_outdated": {"type": "bool", "default": True},
     "wait_timeout": {"type": "int", "default": 3600},
     "when_unused": {"type": "bool", "default": False},
@@ -69,6 +70,7 @@ class DesiredState:
     names: tuple[str, ...]
     state: str
     recipe: Mapping[str, Any] = field(default_factory=dict)
+    prewarm: int | None = None
     rebuild_outdated: bool = True
     wait_timeout: int = 0
     when_unused: bool = False
@@ -90,6 +92,7 @@ def desired_state(params: Mapping[str, Any]) -> DesiredState:
         names=validate_names(params["name"], "template"),
         state=params["state"],
         recipe=recipe,
+        prewarm=require_minimum(params.get("prewarm"), 0, "prewarm"),
         rebuild_outdated=params.get("rebuild_outdated") is not False,
         wait_timeout=require_minimum(params.get("wait_timeout") or 0, 0, "wait_timeout"),
         when_unused=bool(params.get("when_unused")),
@@ -110,7 +113,8 @@ def observe(client: Client, want: DesiredState) -> CurrentState:
 
 def view(shape: Mapping[str, Any]) -> dict[str, Any]:
     outdated = {"outdated": True} if shape["outdated"] else {}
-    return {"name": shape["name"], "status": shape["status"], **outdated, "recipe": dict(shape["recipe"])}
+    prewarm = {"prewarm": shape["prewarm"]} if shape["prewarm"] else {}
+    return {"name": shape["name"], "status": shape["status"], **outdated, **prewarm, "recipe": dict(shape["recipe"])}
 
 
 def plan(want: DesiredState, have: CurrentState) -> Plan:
@@ -129,7 +133,9 @@ def _plan_one(want: DesiredState, have: CurrentState, name: str) -> list[Action]
     if current is None and name in have.taken_names:
         raise _refusals.name_taken(name, have.taken_names[name])
     if current is not None and _is_up_to_date(want, current):
-        return []
+        if current["status"] == "building":
+            return []
+        return plan_prewarm(name, current, view(current), want.prewarm, TEMPLATE)
     before = None if current is None else view(current)
     after: dict[str, Any] = {"name": name, "recipe": dict(want.recipe)}
     if before and "outdated" in before:
@@ -137,6 +143,10 @@ def _plan_one(want: DesiredState, have: CurrentState, name: str) -> list[Action]
     if want.wait_timeout:
         after["status"] = "ready"
     body = {"name": name, **{RECIPE_FIELDS[option]: value for option, value in want.recipe.items()}}
+    if want.prewarm is not None:
+        body["prewarm"] = want.prewarm
+    if want.wait_timeout and (want.prewarm or (before and "prewarm" in before)):
+        after["prewarm"] = want.prewarm or 0
     return [Action("build", (Change(name, before, after, TEMPLATE),), {"body": body, "wait": want.wait_timeout})]
 
 
@@ -166,6 +176,8 @@ def apply(action: Action, client: Client) -> dict[str, Failure]:
         template = client.post("/templates", dict(request["body"]))
         if template.get("buildStatus") != "ready" and request["wait"]:
             _wait_for_build(client, action.changes[0].name, template, request["wait"])
+    elif action.verb == "prewarm":
+        client.post(request["place"], {"count": request["count"]})
     elif action.verb == "remove":
         client.delete(request["place"], when="unused" if request["when_unused"] else "")
     else:

@@ -80,6 +80,13 @@ options:
         description:
           - Maximum age in seconds. Older snapshots are removed even if another rule would keep them.
         type: int
+  prewarm:
+    description:
+      - Number of forks to keep ready, so that new sandboxes start in milliseconds. Each uses memory of the host like a
+        running sandbox. Forks with volumes, with other sizes or with a cold start do not use them.
+      - The number of an existing snapshot is changed. If not set, it is not changed; a new snapshot has none.
+      - Only hosts of virtual machines support numbers other than V(0), and only for snapshots with memory.
+    type: int
   when_changed:
     description:
       - If V(true), a sandbox whose file system has not changed since its last snapshot is not captured again if that
@@ -139,6 +146,12 @@ EXAMPLES = r"""
       keep_daily: 7
       max_age: 2592000
 
+- name: Keep two forks of it ready
+  grove.sandbox.sandbox_snapshot:
+    name: before-upgrade
+    sandbox: web
+    prewarm: 2
+
 - name: Remove a snapshot, or hide it until its last fork is removed
   grove.sandbox.sandbox_snapshot:
     name: before-upgrade
@@ -184,6 +197,7 @@ snapshots:
         read_only: {description: Whether the volume is mounted read-only., type: bool}
     volumes: {description: The volumes that were captured at the same instant., type: list, elements: str}
     forks: {description: Number of existing sandboxes that were forked from it., type: int}
+    prewarm: {description: Number of its forks that the gateway keeps ready., type: int}
     created_at: {description: Time of the capture (RFC 3339)., type: str}
     expires_at: {description: Time from which the gateway may remove it (RFC 3339); V(null) for never., type: str}
     backend: {description: The kind of its host., type: str}

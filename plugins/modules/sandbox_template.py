@@ -103,6 +103,13 @@ options:
       - Disk size of a sandbox created from the template, in MiB.
     type: int
     default: 2048
+  prewarm:
+    description:
+      - Number of forks to keep ready, so that new sandboxes start in milliseconds. Each uses memory of the host like a
+        running sandbox. Forks with volumes, with other sizes or with a cold start do not use them.
+      - The number of an existing template is changed. If not set, it is not changed; a template that is built has none.
+      - Only hosts of virtual machines support numbers other than V(0), and only for templates with memory.
+    type: int
   rebuild_outdated:
     description:
       - Whether to rebuild a template with the same recipe if it is outdated, as shown in RV(templates[].outdated).
@@ -158,6 +165,12 @@ EXAMPLES = r"""
     from: rootfs
     path: /srv/images/base.tar.zst
 
+- name: Build a template, and keep four sandboxes of it ready
+  grove.sandbox.sandbox_template:
+    name: runner
+    packages: [git]
+    prewarm: 4
+
 - name: Do not rebuild a template after an upgrade of the gateway
   grove.sandbox.sandbox_template:
     name: pinned
@@ -199,6 +212,7 @@ templates:
     memory_mb: {description: Memory of a sandbox created from the template in MiB., type: int}
     disk_mb: {description: Size of its disk in MiB., type: int}
     forks: {description: Number of existing sandboxes that were created from it., type: int}
+    prewarm: {description: Number of its forks that the gateway keeps ready., type: int}
     created_at: {description: Time of creation (RFC 3339)., type: str}
     updated_at: {description: Time of the last change of its record (RFC 3339)., type: str}
 template:

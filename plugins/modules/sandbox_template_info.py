@@ -72,6 +72,7 @@ templates:
     memory_mb: {description: Memory of a sandbox created from the template in MiB., type: int}
     disk_mb: {description: Size of its disk in MiB., type: int}
     forks: {description: Number of existing sandboxes that were created from it., type: int}
+    prewarm: {description: Number of its forks that the gateway keeps ready., type: int}
     created_at: {description: Time of creation (RFC 3339)., type: str}
     updated_at: {description: Time of the last change of its record (RFC 3339)., type: str}
 failure:

@@ -69,3 +69,38 @@ def test_a_bad_count_is_refused(api: httpx.Client, snapshot: str, body: dict[str
 
 def test_a_missing_snapshot_is_not_found(api: httpx.Client) -> None:
     assert api.post("/snapshots/none/prewarm", json={"count": 1}).status_code == 404
+
+
+def test_a_build_can_ask_for_ready_forks(api: httpx.Client) -> None:
+    build = api.post("/templates", json={"name": "warm", "setup": ["touch /warm"], "prewarm": 1})
+    assert build.status_code == 202, build.text
+    eventually(lambda: api.get("/templates/warm").json().get("prewarm") == {"target": 1, "ready": 1})
+    assert "prewarm" not in api.get("/templates/warm").json()["recipe"]
+    again = {"name": "warm", "setup": ["touch /warm"]}
+    assert api.post("/templates", json=again).status_code == 200
+    assert api.get("/templates/warm").json()["prewarm"]["target"] == 1, "an absent count changes nothing"
+    assert api.post("/templates", json={**again, "prewarm": 0}).status_code == 200
+    eventually(lambda: api.get("/templates/warm").json()["prewarm"] == {"target": 0, "ready": 0})
+    api.delete("/templates/warm")
+
+
+def test_a_build_with_an_impossible_count_is_refused_up_front(api: httpx.Client) -> None:
+    response = api.post("/templates", json={"name": "many", "prewarm": 65})
+    assert response.status_code == 400 and "prewarm.maximum" in response.json()["message"]
+    assert api.get("/templates/many").status_code == 404
+
+
+def test_metrics_count_how_machines_were_started(api: httpx.Client, snapshot: str) -> None:
+    def starts() -> dict[str, float]:
+        lines = [line for line in api.get("/metrics").text.splitlines() if line.startswith("sandbox_gateway_starts_")]
+        return {how: float(line.split()[1]) for line in lines for how in ("prewarmed", "memory", "boot") if how in line}
+
+    before = starts()
+    api.post(f"/snapshots/{snapshot}/fork", json={})
+    api.post(f"/snapshots/{snapshot}/fork", json={"coldStart": True})
+    api.post(f"/snapshots/{snapshot}/prewarm", json={"count": 1})
+    wait_until_ready(api, snapshot, 1)
+    api.post(f"/snapshots/{snapshot}/fork", json={})
+    api.post(f"/snapshots/{snapshot}/prewarm", json={"count": 0})
+    wait_until_ready(api, snapshot, 0)
+    assert {how: count - before[how] for how, count in starts().items()} == {"prewarmed": 1, "memory": 1, "boot": 1}

@@ -13,6 +13,7 @@ import pytest
 
 from tests.api.memory_gateway import ADMIN_KEY, READ_KEY, MemoryGateway
 from tests.cli.running import SANDBOXCTL, Run, check_succeeded
+from tests.support.waiting import eventually
 
 
 def test_the_readme_walkthrough(run: Run) -> None:
@@ -285,3 +286,17 @@ def test_progress_is_shown_on_a_terminal(memory_gateway: MemoryGateway, run: Run
         os.close(terminal)
     assert len(json.loads(result.stdout)["sandboxes"]) == 3
     assert "cloning one" in screen_text and "1/3" in screen_text
+
+
+def test_forks_are_prewarmed(run: Run) -> None:
+    run("create", "base", "--name", "one")
+    snapshot = check_succeeded(run("snapshot", "create", "one", "--name", "warm", "--prewarm", "1", "--json")).json
+    assert snapshot["prewarm"]["target"] == 1
+    eventually(lambda: "1 of 1 ready" in check_succeeded(run("snapshot", "show", "warm")).out)
+    assert check_succeeded(run("snapshot", "prewarm", "warm", "2")).out in ("1 of 2 ready\n", "2 of 2 ready\n")
+    assert check_succeeded(run("snapshot", "prewarm", "warm", "0", "--json")).json["target"] == 0
+    check_succeeded(run("template", "build", "base", "-p", "python3", "--prewarm", "1"))
+    eventually(lambda: "1 of 1 ready" in check_succeeded(run("template", "show", "base")).out)
+    check_succeeded(run("snapshot", "prewarm", "base", "0"))
+    refused = run("snapshot", "prewarm", "warm", "65")
+    assert refused.code != 0 and "prewarm.maximum" in refused.err

@@ -217,6 +217,25 @@ def test_template_life_cycle(in_memory: Target, keywords: dict[str, Any]) -> Non
     assert removed["template"] is None
 
 
+def test_forks_are_kept_ready(in_memory: Target, keywords: dict[str, Any]) -> None:
+    box, mark, web = in_memory.name("box"), in_memory.name("mark"), in_memory.name("web")
+    _, captured, lowered, built, raised, removed, _ = in_memory.verify(
+        sandbox_task(in_memory, "box", template=in_memory.template),
+        snapshot_task(name=mark, sandbox=box, prewarm=2),
+        snapshot_task(name=mark, sandbox=box, prewarm=0),
+        {"grove.sandbox.sandbox_template": {"name": web, "prewarm": 1}},
+        {"grove.sandbox.sandbox_template": {"name": web, "prewarm": 2}},
+        {"grove.sandbox.sandbox_template": {"name": web, "state": "absent"}},
+        snapshot_task(name=mark, state="absent"),
+        keywords=keywords,
+    )
+    assert captured["snapshot"]["prewarm"] == 2 and lowered["snapshot"]["prewarm"] == 0
+    assert (lowered["diff"]["before"][mark]["prewarm"], lowered["diff"]["after"][mark]["prewarm"]) == (2, 0)
+    assert lowered["outcomes"][0]["actions"] == raised["outcomes"][0]["actions"] == ["prewarm"]
+    assert built["template"]["prewarm"] == 1 and raised["template"]["prewarm"] == 2
+    assert raised["template"]["id"] == built["template"]["id"] and removed["template"] is None
+
+
 @pytest.mark.parametrize("target", ["real"], indirect=True)
 def test_a_template_is_built_on_a_real_host(target: Target) -> None:
     def template(**options: Any) -> Task:

@@ -65,7 +65,7 @@ class FaultyHost(MemoryHost):
             await asyncio.sleep(0.02)
         return await super().build_base(base, recipe, log)
 
-    async def fork(self, snapshot: Snapshot, sandbox: Sandbox, *, with_memory: bool) -> None:
+    async def fork(self, snapshot: Snapshot, sandbox: Sandbox, *, with_memory: bool, hold: bool = False) -> None:
         if sandbox.name in self.failing:
             raise BackendFailed(f"sandbox {sandbox.name!r} did not answer within 20 s")
         await super().fork(snapshot, sandbox, with_memory=with_memory)

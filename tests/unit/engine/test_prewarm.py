@@ -169,8 +169,7 @@ async def test_forks_are_dropped_while_the_host_is_short_of_memory(
     await keep(engine, 2)
     free = engine.config.prewarm.free_memory_mb
     monkeypatch.setattr(engine.prewarm, "_available_mb", lambda: free - 1)
-    await wait_until(lambda: ready(engine) == 0)
-    assert len(host.machines) == 1
+    await wait_until(lambda: ready(engine) == 0 and len(host.machines) == 1)
     monkeypatch.setattr(engine.prewarm, "_available_mb", lambda: free + 256)
     await wait_until(lambda: ready(engine) == 2)
 
@@ -224,3 +223,32 @@ async def test_a_host_that_cannot_hold_machines_refuses(tmp_path: Path) -> None:
         with pytest.raises(Unsupported, match="a memory host cannot prewarm forks"):
             await engine.prewarm.set_target("t", 1)
         await engine.prewarm.set_target("t", 0)
+
+
+async def test_no_fork_is_started_during_a_claim(engine: Engine, host: _Host, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("sandbox_gateway.engine.prewarm._QUIET_SECONDS", 0.5)
+    await keep(engine, 1)
+    forked = host.forked
+    await create(engine, "b", "s")
+    await asyncio.sleep(0.2)
+    assert host.forked == forked, "a fork was started while the claimed sandbox runs its first command"
+    await wait_until(lambda: ready(engine) == 1)
+
+
+async def test_if_one_of_several_records_cannot_be_saved_no_sandbox_remains(engine: Engine, host: _Host) -> None:
+    saves = 0
+    save = host.save
+
+    async def fail_second(sandbox: Sandbox) -> None:
+        nonlocal saves
+        saves += 1
+        if saves == 2:
+            raise NoSpace("no space left")
+        await save(sandbox)
+
+    host.save = fail_second  # type: ignore[method-assign]
+    before = len(host.saved)
+    with pytest.raises(NoSpace):
+        await engine.forks.fork("s", ForkSpec(count=3))
+    assert saves == 3 and len(host.saved) == before and len(host.machines) == 1
+    assert [each.name for each in engine.sandboxes.list()] == ["a"]

@@ -121,6 +121,7 @@ task_options = {
             "when_unused": st.booleans(),
             "memory": st.sampled_from(["auto", "none"]),
             "description": st.sampled_from([None, "one", "two"]),
+            "prewarm": st.sampled_from([None, None, 0, 1]),
             "volumes": st.none() | st.lists(st.sampled_from(VOLUMES), max_size=2, unique=True),
             "continue_on_error": st.booleans(),
         }
@@ -141,6 +142,7 @@ task_options = {
             "setup": st.none() | st.lists(st.sampled_from(["echo", "true"]), max_size=1),
             "when_unused": st.booleans(),
             "memory_mb": st.none() | st.just(512),
+            "prewarm": st.sampled_from([None, None, 0, 1]),
         }
     ),
     "volume": st.fixed_dictionaries(

@@ -54,3 +54,31 @@ def test_removing_an_outdated_template_shows_outdated_in_the_diff() -> None:
 def test_a_template_being_built_is_not_built_again() -> None:
     building = template(buildStatus="building", outdated=False)
     assert plan(building, wait_timeout=0).actions == ()
+
+
+def test_a_different_prewarm_count_changes_only_the_count() -> None:
+    current = template(prewarm={"ready": 0, "target": 1}, memory="incremental")
+    assert plan(current).actions == plan(current, prewarm=1).actions == ()
+    (action,) = plan(current, prewarm=3).actions
+    assert (action.verb, action.request["count"]) == ("prewarm", 3)
+    change = diff([action])
+    assert {key for key, value in change["before"]["web"].items() if change["after"]["web"][key] != value} == {
+        "prewarm"
+    }
+    shape = template_shape(current)
+    assert predict({"web": shape}, [action])["web"] == {**shape, "prewarm": 3}
+
+
+def test_a_template_without_memory_is_not_prewarmed() -> None:
+    current = template(prewarm={"ready": 0, "target": 0}, memory="none")
+    assert plan(current, prewarm=0).actions == ()
+    assert plan(current, prewarm=1).refused["web"].kind == "unsupported"
+
+
+def test_a_changed_recipe_takes_the_count_of_the_task() -> None:
+    current = template(prewarm={"ready": 2, "target": 2}, memory="incremental")
+    (action,) = plan(current, packages=["curl"]).actions
+    assert action.verb == "build" and "prewarm" not in action.request["body"]
+    assert diff([action])["after"]["web"]["prewarm"] == 0
+    (action,) = plan(current, packages=["curl"], prewarm=2).actions
+    assert action.request["body"]["prewarm"] == diff([action])["after"]["web"]["prewarm"] == 2

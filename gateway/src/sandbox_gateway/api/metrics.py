@@ -119,6 +119,14 @@ class _Inventory(Collector):
             "Prewarmed forks that were claimed by sandboxes.",
             value=self._engine.prewarm.claimed,
         )
+        starts = CounterMetricFamily(
+            "sandbox_gateway_starts",
+            "Machines that were started, by how: claimed ready, from memory, or by a boot.",
+            labels=["how"],
+        )
+        for how in ("prewarmed", "memory", "boot"):
+            starts.add_metric([how], self._engine.machines.starts[how])
+        yield starts
 
     def describe(self) -> Iterable[Metric]:
         return []

@@ -60,6 +60,11 @@ def format_mount(mount: Mapping[str, Any]) -> str:
     return f"{mount['name']}:{mount['path']}{':ro' if mount['readOnly'] else ''}"
 
 
+def format_prewarm(level: Mapping[str, Any]) -> str:
+    """Format the prewarmed forks of a snapshot: "1 of 2 ready"."""
+    return f"{level['ready']} of {level['target']} ready"
+
+
 def split_list(texts: list[str]) -> list[str]:
     """Split values at commas."""
     return [part.strip() for text in texts for part in text.split(",") if part.strip()]

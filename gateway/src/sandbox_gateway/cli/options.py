@@ -47,6 +47,10 @@ Concurrency = Annotated[
     int | None,
     typer.Option("--concurrency", min=1, max=256, help="Number of sandboxes to create at a time.", show_default=False),
 ]
+Prewarm = Annotated[
+    int | None,
+    typer.Option("--prewarm", metavar="N", min=0, max=1000, help="Keep N forks of it ready.", show_default=False),
+]
 BestEffort = Annotated[bool, typer.Option("--best-effort", help="Create as many as possible. Default: all or nothing.")]
 
 

@@ -179,6 +179,8 @@ def _format_value(key: str, value: Any) -> str:
         return formats.format_mib(value)
     if key in ("memoryBytesWritten", "diskBytesUnique"):
         return formats.format_size(value)
+    if key == "prewarm":
+        return formats.format_prewarm(value)
     if key == "pauseMs":
         return f"{value:.1f} ms"
     if key in _LINE_FORMATS:

@@ -49,9 +49,7 @@ def create(
         list[str] | None,
         typer.Option("--volumes", metavar="A,B,…", help="Capture these volumes in the same pause."),
     ] = None,
-    prewarm: Annotated[
-        int, typer.Option("--prewarm", metavar="N", help="Keep N forks of it ready.", show_default=False)
-    ] = 0,
+    prewarm: options.Prewarm = None,
     as_json: Json = False,
 ) -> None:
     """Capture the disk and the memory of a running sandbox at one instant."""
@@ -110,7 +108,7 @@ def prewarm(
 
     settings = get_settings(ctx, as_json)
     level = settings.client.call("POST", path("snapshots", snapshot, "prewarm"), {"count": count})
-    render.print_json(level) if settings.json else render.detail(level)
+    render.print_json(level) if settings.json else print(formats.format_prewarm(level))
 
 
 @app.command("fork")

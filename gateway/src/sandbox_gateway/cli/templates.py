@@ -65,6 +65,7 @@ def build(
     memory: options.Memory = "",
     disk: options.Disk = "",
     description: Annotated[str, typer.Option("--description", show_default=False)] = "",
+    prewarm: options.Prewarm = None,
     detach: Annotated[bool, typer.Option("--detach", "-d", help="Do not wait for the build.")] = False,
     as_json: Json = False,
 ) -> None:
@@ -86,6 +87,8 @@ def build(
         **options.size_fields(cpus, memory, disk),
     }
     body = {**(_read_recipe(file) if file else {}), **{key: value for key, value in option_fields.items() if value}}
+    if prewarm is not None:
+        body["prewarm"] = prewarm
     if not body.get("name"):
         raise Failure("the template needs a name", Exit.USAGE, "pass it as an argument, or set it in the recipe")
     started_build = settings.client.call("POST", "/templates", body)

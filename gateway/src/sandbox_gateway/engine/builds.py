@@ -29,6 +29,8 @@ class Build:
     """The digest of the files at the recipe's path."""
     recipe: dict[str, Any] = field(default_factory=dict)
     """The recipe in canonical form."""
+    prewarm: int = 0
+    """The number of forks to keep ready once the template is built."""
     build_id: str = field(default_factory=new_id)
     status: str = "building"
     reason: str = ""

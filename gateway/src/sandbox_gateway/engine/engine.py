@@ -68,10 +68,10 @@ class Engine:
         self.sandboxes = sandboxes = Sandboxes(
             context, locking, agents, collector, mounts, machines, captures, replacement
         )
-        self.templates = Templates(context, snapshots, TemplateBuilder(context, agents, machines, captures))
+        self.templates = Templates(context, snapshots, TemplateBuilder(context, agents, machines, captures), prewarm)
 
         # Work that no request triggers.
-        self._machines = machines
+        self.machines = machines
         self._recovery = Recovery(context, collector, attachments, machines, sandboxes)
         self._expiry = Expiry(context, references, collector, snapshots, sandboxes)
 
@@ -81,7 +81,7 @@ class Engine:
         self.secret.load(self.config.host.state_root / "secret")
         scan = await self.host.scan()
         self._recovery.load(scan)
-        self._machines.watch()
+        self.machines.watch()
         await self._recovery.reconcile(scan.alive)
         self.background.start(self._expiry.watch())
         self.background.start(self.prewarm.keep_ready())

@@ -19,7 +19,7 @@ from sandbox_gateway.engine.spec import ForkSpec
 from sandbox_gateway.errors import GatewayError, OverQuota
 from sandbox_gateway.log import Logger
 from sandbox_gateway.records import Sandbox, Snapshot, SnapshotKind, Volume
-from sandbox_gateway.tasks import clean_up, finish_despite_cancellation
+from sandbox_gateway.tasks import clean_up, finish_despite_cancellation, wait_for_all
 
 log = Logger("engine")
 
@@ -183,8 +183,7 @@ class Forks:
 
     async def _commit(self, sandboxes: list[Sandbox]) -> None:
         try:
-            for sandbox in sandboxes:
-                await self._host.save(sandbox)
+            await wait_for_all(*(self._host.save(sandbox) for sandbox in sandboxes))
         except BaseException:
             await self._remove(sandboxes)
             raise

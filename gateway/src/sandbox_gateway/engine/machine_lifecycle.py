@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from typing import Any
 
 from sandbox_gateway.control_characters import remove_control_characters
@@ -29,6 +30,8 @@ class MachineLifecycle:
         self._agents = agents
         self._attachments = attachments
         self._prewarm = prewarm
+        self.starts: Counter[str] = Counter()
+        """Number of machines that were started, by how: "prewarmed", "memory" or "boot"."""
 
     async def fork(self, snapshot: Snapshot, sandbox: Sandbox, *, with_memory: bool) -> None:
         """Fork a machine from ``snapshot``, or claim a prewarmed one, and send it its identity.
@@ -57,6 +60,7 @@ class MachineLifecycle:
             sandbox.instance, sandbox.host = new_id(), {}
             return False
         self._prewarm.claimed += 1
+        self.starts["prewarmed"] += 1
         return True
 
     async def _start(self, snapshot: Snapshot, sandbox: Sandbox, *, with_memory: bool) -> None:
@@ -69,6 +73,7 @@ class MachineLifecycle:
         except BaseException:
             await clean_up(log, self._host.discard(sandbox))
             raise
+        self.starts["memory" if with_memory else "boot"] += 1
 
     async def boot(self, sandbox: Sandbox) -> None:
         """Boot a stopped sandbox from its own disk. On failure, stop it again."""
@@ -80,6 +85,7 @@ class MachineLifecycle:
         except BaseException:
             await clean_up(log, self._host.stop(sandbox))
             raise
+        self.starts["boot"] += 1
 
     async def stop_paused(self, sandbox: Sandbox) -> None:
         """Stop the machine of a sandbox that was just paused. Keep its disk if the sandbox resumes from it."""

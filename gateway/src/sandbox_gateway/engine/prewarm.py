@@ -12,6 +12,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
+import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -26,6 +27,7 @@ from sandbox_gateway.records import Memory, Sandbox, Snapshot, SnapshotKind, new
 from sandbox_gateway.tasks import clean_up
 
 _CHECK_INTERVAL_SECONDS = 1.0
+_QUIET_SECONDS = 0.1
 _WARM_UP = ["true"]
 _WARM_UP_SECONDS = 20.0
 _MEMINFO = Path("/proc/meminfo")
@@ -54,6 +56,8 @@ class Prewarm:
         self._changed = asyncio.Event()
         self._backoff = Backoff()
         self._short_of_memory = False
+        self._quiet_at = 0.0
+        """When the last claimed sandbox has probably run its first command, by the monotonic clock."""
         self.claimed = 0
         """Number of forks that were claimed since the gateway started."""
         self._requested = 0
@@ -114,6 +118,7 @@ class Prewarm:
             self._changed.set()
             fork = ready.pop(0)
             if not self._host.end_reason(fork):
+                self._quiet_at = time.monotonic() + _QUIET_SECONDS
                 return fork
             self._context.background.start(self._host.discard(fork))
         return None
@@ -121,6 +126,9 @@ class Prewarm:
     async def keep_ready(self) -> None:
         """Start and discard forks as needed. Never returns."""
         while True:
+            if (seconds := self._quiet_at - time.monotonic()) > 0:
+                await asyncio.sleep(seconds)  # starting a fork would slow down the claim and the first command
+                continue
             self._changed.clear()
             try:
                 await self._discard_surplus()

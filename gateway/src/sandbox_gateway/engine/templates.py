@@ -10,6 +10,7 @@ from typing import Any
 from sandbox_gateway.engine.builds import Build
 from sandbox_gateway.engine.context import Context
 from sandbox_gateway.engine.names import require_valid_name
+from sandbox_gateway.engine.prewarm import Prewarm
 from sandbox_gateway.engine.record_changes import save_snapshot
 from sandbox_gateway.engine.snapshots import Snapshots
 from sandbox_gateway.engine.template_builder import TemplateBuilder
@@ -27,11 +28,12 @@ _MAX_BUILDS = 100
 class Templates:
     """Operations on templates. A finished template is a snapshot; the latest builds are kept in memory."""
 
-    def __init__(self, context: Context, snapshots: Snapshots, builder: TemplateBuilder) -> None:
+    def __init__(self, context: Context, snapshots: Snapshots, builder: TemplateBuilder, prewarm: Prewarm) -> None:
         self._context = context
         self._index = context.index
         self._snapshots = snapshots
         self._builder = builder
+        self._prewarm = prewarm
         self._builds: dict[str, Build] = {}
         self._naming_lock = asyncio.Lock()
         """Held while a name is moved from one template to another."""
@@ -43,18 +45,30 @@ class Templates:
     def list(self) -> Sequence[Snapshot]:
         return self._snapshots.list([SnapshotKind.TEMPLATE])
 
-    async def build(self, name: str, recipe: Recipe, description: str = "") -> Build:
-        """Build a template in the background. If ``name`` already has this recipe, return the existing build."""
+    async def build(self, name: str, recipe: Recipe, description: str = "", prewarm: int | None = None) -> Build:
+        """Build a template in the background. If ``name`` already has this recipe, return the existing build.
+
+        ``prewarm``: the number of forks to keep ready. None: 0 for a new template, unchanged for an existing one.
+        """
         require_valid_name(name)
+        self._prewarm.check(self._context.host.abilities.memory, prewarm or 0)
         source = await asyncio.to_thread(source_digest, recipe)
         digest = recipe.digest(await self.guest_digest(), source)
         if (running := self._find_running_build(name, digest)) is not None:
+            running.prewarm = running.prewarm if prewarm is None else prewarm
             return running
         if (existing := self._find_template(name, digest)) is not None:
+            if prewarm is not None:
+                await self._prewarm.set_target(existing.id, prewarm)
             return _finished_build(existing, name, digest)
         self._require_available(name)
         build = Build(
-            template_id=new_id(), name=name, digest=digest, source_digest=source, recipe=_canonical_recipe(recipe)
+            template_id=new_id(),
+            name=name,
+            digest=digest,
+            source_digest=source,
+            recipe=_canonical_recipe(recipe),
+            prewarm=prewarm or 0,
         )
         self._remember(build)
         self._context.background.start(self._run(build, recipe, description))
@@ -147,6 +161,8 @@ class Templates:
         """Build a template and name it. On failure, no template remains."""
         try:
             template = await self._builder.build(build, recipe, description)
+            if build.prewarm:
+                await self._prewarm.set_target(template.id, build.prewarm)
             await self.set_alias(template.id, build.name)
         except BaseException:
             await clean_up(log, self._remove(build.template_id))

@@ -34,10 +34,10 @@ def _check_count(value: object) -> object:
     return value
 
 
-PrewarmCount = Annotated[int, Field(strict=True, ge=0, le=1000)]
 Pairs = Annotated[dict[str, str], BeforeValidator(_check_count)]
 VolumeSize = Annotated[int, Field(strict=True, ge=64, le=1 << 26)]
 """In MiB."""
+PrewarmCount = Annotated[int, Field(strict=True, ge=0, le=1000)]
 
 
 class NativeBody(Body):
@@ -304,9 +304,7 @@ class CreateSnapshot(NativeBody):
         None,
         description="Which of the sandbox's snapshots that have a rule to keep. Snapshots in use are always kept.",
     )
-    prewarm: PrewarmCount = Field(0, description="Number of forks to keep ready.")
-
-    prewarm: int = Field(0, strict=True, ge=0, description="Number of forks to keep ready (`kvm_xfs`, with memory).")
+    prewarm: PrewarmCount = Field(0, description="Number of forks to keep ready (`kvm_xfs`, with memory).")
 
     @property
     def memory_mode(self) -> Literal["auto", "none"]:
@@ -314,11 +312,7 @@ class CreateSnapshot(NativeBody):
 
 
 class Prewarm(NativeBody):
-    count: int = Field(strict=True, ge=0, description="Number of forks to keep ready; 0: none.")
-
-
-class SetPrewarm(NativeBody):
-    count: PrewarmCount = Field(description="Number of forks to keep ready. 0: none.")
+    count: PrewarmCount = Field(description="Number of forks to keep ready; 0: none.")
 
 
 class Rollback(NativeBody):

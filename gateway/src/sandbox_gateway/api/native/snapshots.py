@@ -89,7 +89,7 @@ async def fork(
 
 @router.post("/snapshots/{ref}/prewarm", summary="Set how many forks of a snapshot or template to keep ready")
 async def prewarm(ref: Ref, engine: EngineDep, body: requests.Prewarm) -> shapes.PrewarmShape:
-    """Forks, clones, rollbacks and resumes use forks that are ready. Missing ones are started in the background."""
+    """New sandboxes and rollbacks use forks that are ready. Missing ones are started in the background."""
     return shapes.prewarm_shape(await engine.prewarm.set_target(ref, body.count))
 
 

@@ -29,7 +29,7 @@ router = APIRouter(tags=["templates"])
     responses={200: {"model": shapes.BuildStarted, "description": "The template already exists"}},
 )
 async def create(body: requests.CreateTemplate, engine: EngineDep, response: Response) -> shapes.BuildStarted:
-    build = await engine.templates.build(body.name, body.recipe(), description=body.description)
+    build = await engine.templates.build(body.name, body.recipe(), description=body.description, prewarm=body.prewarm)
     if build.status == "ready":
         response.status_code = 200
     return shapes.started_shape(build)

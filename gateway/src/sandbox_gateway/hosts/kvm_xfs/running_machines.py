@@ -25,7 +25,6 @@ from sandbox_gateway.hosts.kvm_xfs.qemu.processes import list_running
 from sandbox_gateway.hosts.kvm_xfs.volumes.kvm_volumes import KvmVolumes
 from sandbox_gateway.log import Logger
 from sandbox_gateway.records import Sandbox, Snapshot
-from sandbox_gateway.tasks import finish_despite_cancellation
 
 _OLD_LOG_SECONDS = 2.0
 
@@ -145,12 +144,13 @@ class RunningMachines:
         """Give ``sandbox`` the machine of ``fork``, with its files, and let it continue."""
         machine, slot = self.require_running(fork)
         before, after = machine.files, Instance(self._layout.sandbox(sandbox) / fork.instance)
-        await finish_despite_cancellation(asyncio.to_thread(instances.move, before, after))
+        instances.move(before, after)  # not in a thread: a rename takes less time than switching to one
         machine.files = after
         sandbox.instance, sandbox.host = fork.instance, fork.host
         if sandbox.network != fork.network:
             await self._slots.apply(slot, sandbox.network)
-        await machine.cont()
+        if machine.is_held:
+            await machine.cont()
 
     async def end(self, sandbox: Sandbox) -> None:
         """Stop the machine of ``sandbox.instance``, if it runs, and release its slot."""

@@ -41,6 +41,8 @@ class Machine:
 
         ``forget`` closes it, which the agent notices.
         """
+        self.is_held = False
+        """Whether the machine has loaded its state and waits for ``cont``."""
         self._log = log
         if log < 0:
             with contextlib.suppress(OSError):
@@ -118,12 +120,14 @@ class Machine:
         async with asyncio.timeout(QMP_SECONDS):
             while cast("dict[str, str]", await self.execute("query-status"))["status"] == "inmigrate":  # noqa: ASYNC110 - QEMU sends no event that it can wait for
                 await asyncio.sleep(_RESTORE_INTERVAL)
+        self.is_held = True
 
     async def stop(self) -> None:
         await self.execute("stop")
 
     async def cont(self) -> None:
         await self.execute("cont")
+        self.is_held = False
 
     async def continue_if_stopped(self) -> bool:
         """Resume the machine if it is stopped. Returns whether it was stopped."""
