@@ -7,6 +7,7 @@ import json
 import os
 import sys
 import tracemalloc
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -14,6 +15,7 @@ from typing import Any, cast
 
 from sandbox_gateway.api.metrics import Metrics
 from sandbox_gateway.engine.builds import Build, LogLines
+from sandbox_gateway.engine.prewarm import Level
 from sandbox_gateway.hosts.kvm_xfs.image.layout import Instance
 from sandbox_gateway.hosts.kvm_xfs.qemu.machine import Machine
 
@@ -91,7 +93,9 @@ def test_a_short_build_log_is_complete() -> None:
 
 def test_invented_statuses_share_one_metric_label() -> None:
     empty_index = SimpleNamespace(list=lambda *kinds: [])
-    engine: Any = SimpleNamespace(sandboxes=empty_index, snapshots=empty_index)
+    prewarm = SimpleNamespace(total=lambda: Level(0, 0), claimed=0)
+    machines = SimpleNamespace(starts=Counter())
+    engine: Any = SimpleNamespace(sandboxes=empty_index, snapshots=empty_index, prewarm=prewarm, machines=machines)
     metrics = Metrics(cast(Any, engine))
     for status in range(200, 600):
         metrics.record_request("GET", "data plane", status, 0.1)
