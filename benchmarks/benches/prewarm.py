@@ -90,13 +90,13 @@ class _Clock:
     def claim(self, key: str, work: Coroutine[Any, Any, Any]) -> Any:
         """Measure one request that claims a fork, and return its result."""
         engine = self.host.live.engine
-        claimed = engine.prewarm.claimed
+        claimed = engine.machines.starts["prewarmed"]
         self.timers.take()
         self.answers.forget()
         start = time.perf_counter()
         result = self.host.live.do(work)
         end = time.perf_counter()
-        if engine.prewarm.claimed != claimed + 1:
+        if engine.machines.starts["prewarmed"] != claimed + 1:
             raise RuntimeError(f"the request did not claim a prewarmed fork ({key})")
         answer = self.answers.wait(1)[0]
         spans = self.timers.take()

@@ -39,20 +39,20 @@ def test_a_fork_of_a_snapshot_stands_still_until_it_is_claimed(live: Live) -> No
     keep_ready(live, "mark", 1)
     while read_counter(live, "source") < captured_at_most + 50:
         pass
-    claimed = live.engine.prewarm.claimed
+    claimed = live.engine.machines.starts["prewarmed"]
     live.do(live.engine.forks.create("mark", ForkSpec(names=["fork"], env={"COLOUR": "green"})))
     assert read_counter(live, "fork") < captured_at_most + 50
     assert live.shell("fork", "hostname; echo $COLOUR").split() == ["fork", "green"]
-    assert live.engine.prewarm.claimed == claimed + 1
+    assert live.engine.machines.starts["prewarmed"] == claimed + 1
     keep_ready(live, "mark", 0)
 
 
 @pytest.mark.usefixtures("with_prewarm")
 def test_a_fork_of_a_template_runs_ahead(live: Live) -> None:
     keep_ready(live, TEMPLATE, 2)
-    claimed = live.engine.prewarm.claimed
+    claimed = live.engine.machines.starts["prewarmed"]
     forks = live.do(live.engine.forks.fork(TEMPLATE, ForkSpec(names=["a", "b"])))
-    assert live.engine.prewarm.claimed == claimed + 2
+    assert live.engine.machines.starts["prewarmed"] == claimed + 2
     for command in ("hostname", "cat /etc/machine-id", "head -c 16 /dev/urandom | od -An -tx1"):
         one, other = (live.shell(fork.id, command) for fork in forks)
         assert one != other, command
@@ -67,9 +67,9 @@ def test_a_rollback_claims_a_prewarmed_machine(live: Live) -> None:
     live.do(live.engine.snapshots.create("source", name="mark"))
     keep_ready(live, "mark", 1)
     live.shell("source", "echo second >/root/word")
-    claimed = live.engine.prewarm.claimed
+    claimed = live.engine.machines.starts["prewarmed"]
     assert live.do(live.engine.sandboxes.rollback("source", "mark")).id == sandbox.id
-    assert live.engine.prewarm.claimed == claimed + 1
+    assert live.engine.machines.starts["prewarmed"] == claimed + 1
     assert live.shell("source", "cat /root/word").strip() == "first"
     # A claimed machine is captured, paused and resumed like any other.
     live.do(live.engine.snapshots.create("source", name="later"))
@@ -82,9 +82,9 @@ def test_a_rollback_claims_a_prewarmed_machine(live: Live) -> None:
 @pytest.mark.usefixtures("with_prewarm")
 def test_a_claimed_machine_gets_its_network_policy(live: Live) -> None:
     keep_ready(live, TEMPLATE, 1)
-    claimed = live.engine.prewarm.claimed
+    claimed = live.engine.machines.starts["prewarmed"]
     live.do(live.engine.forks.create(TEMPLATE, ForkSpec(names=["shut"], network=NetworkPolicy(allow_internet=False))))
-    assert live.engine.prewarm.claimed == claimed + 1
+    assert live.engine.machines.starts["prewarmed"] == claimed + 1
     keep_ready(live, TEMPLATE, 0)
     live.do(live.engine.forks.fork(TEMPLATE, ForkSpec(names=["open"])))
     live.do(live.engine.forks.create(TEMPLATE, ForkSpec(names=["cold"], network=NetworkPolicy(allow_internet=False))))

@@ -93,7 +93,7 @@ def test_a_short_build_log_is_complete() -> None:
 
 def test_invented_statuses_share_one_metric_label() -> None:
     empty_index = SimpleNamespace(list=lambda *kinds: [])
-    prewarm = SimpleNamespace(total=lambda: Level(0, 0), claimed=0)
+    prewarm = SimpleNamespace(total=lambda: Level(0, 0))
     machines = SimpleNamespace(starts=Counter())
     engine: Any = SimpleNamespace(sandboxes=empty_index, snapshots=empty_index, prewarm=prewarm, machines=machines)
     metrics = Metrics(cast(Any, engine))

@@ -53,7 +53,7 @@ async def _claim(engine: Engine) -> None:
     await engine.prewarm.set_target(mark, 1)
     await _until_ready(engine, mark, 1)
     await engine.forks.create(mark, ForkSpec(names=["new"]))
-    assert engine.prewarm.claimed == 1
+    assert engine.machines.starts["prewarmed"] == 1
     await engine.prewarm.set_target(mark, 0)
     await _until_ready(engine, mark, 0)
 

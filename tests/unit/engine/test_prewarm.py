@@ -252,3 +252,11 @@ async def test_if_one_of_several_records_cannot_be_saved_no_sandbox_remains(engi
         await engine.forks.fork("s", ForkSpec(count=3))
     assert saves == 3 and len(host.saved) == before and len(host.machines) == 1
     assert [each.name for each in engine.sandboxes.list()] == ["a"]
+
+
+async def test_nothing_is_measured_while_nothing_is_prewarmed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A host that cannot prewarm may not even have the file that tells its free memory."""
+    monkeypatch.setattr("sandbox_gateway.engine.prewarm._MEMINFO", tmp_path / "missing")
+    async with open_engine(tmp_path) as engine:
+        await engine.prewarm._discard_surplus()
+        assert not await engine.prewarm._start_one()

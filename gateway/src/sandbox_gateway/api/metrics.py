@@ -117,7 +117,7 @@ class _Inventory(Collector):
         yield CounterMetricFamily(
             "sandbox_gateway_prewarmed_claims",
             "Prewarmed forks that were claimed by sandboxes.",
-            value=self._engine.prewarm.claimed,
+            value=self._engine.machines.starts["prewarmed"],
         )
         starts = CounterMetricFamily(
             "sandbox_gateway_starts",

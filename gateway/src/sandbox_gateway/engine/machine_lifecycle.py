@@ -59,7 +59,6 @@ class MachineLifecycle:
             log.warning("claim failed", sandbox=sandbox.id, snapshot=snapshot.id, reason=error.message)
             sandbox.instance, sandbox.host = new_id(), {}
             return False
-        self._prewarm.claimed += 1
         self.starts["prewarmed"] += 1
         return True
 

@@ -55,11 +55,8 @@ class Prewarm:
         """Uncommitted sandboxes that have machines, by the id of their snapshot, oldest first."""
         self._changed = asyncio.Event()
         self._backoff = Backoff()
-        self._short_of_memory = False
         self._quiet_at = 0.0
         """When the last claimed sandbox has probably run its first command, by the monotonic clock."""
-        self.claimed = 0
-        """Number of forks that were claimed since the gateway started."""
         self._requested = 0
         """Number of machines that requests are currently starting."""
 
@@ -163,8 +160,7 @@ class Prewarm:
             self._ready[id] = remaining
             if not remaining:
                 del self._ready[id]
-        self._short_of_memory = self._available_mb() < self._context.config.prewarm.free_memory_mb
-        if self._short_of_memory and self._ready:
+        if self._ready and self._available_mb() < self._context.config.prewarm.free_memory_mb:
             largest = max(self._ready.values(), key=len)
             surplus.append(largest.pop())
             log.warning("prewarmed fork dropped", reason="the host is short of memory", ready=self.total().ready)
@@ -179,7 +175,7 @@ class Prewarm:
             if len(self._ready.get(id, ())) >= target or not self._backoff.is_due(id):
                 continue
             required_mb = self._context.config.prewarm.free_memory_mb + snapshot.resources.memory_mb
-            if self._short_of_memory or self._available_mb() < required_mb:
+            if self._available_mb() < required_mb:
                 continue
             try:
                 fork = await self._start(snapshot)
