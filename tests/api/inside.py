@@ -82,6 +82,10 @@ class Service:
         self._thread.join(_START_SECONDS)
 
 
+async def _close(server: asyncio.Server) -> None:
+    server.close()
+
+
 async def _cancel(tasks: set[asyncio.Task[Any]]) -> None:
     for task in tasks:
         task.cancel()
@@ -162,8 +166,8 @@ def raw_service(
     if port == AGENT_PORT:
         agent = memory_gateway.machine(sandbox["sandboxID"])._server
         assert agent is not None
-        memory_gateway.loop.call_soon_threadsafe(agent.close)
-        eventually(lambda: not agent.sockets)
+        # A server reports that it has no sockets before it closes them.
+        asyncio.run_coroutine_threadsafe(_close(agent), memory_gateway.loop).result(_START_SECONDS)
     service = RawService(*replies, **more)
     with Service(machine_address(memory_gateway, sandbox), port, service.listen):
         yield service

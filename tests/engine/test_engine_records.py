@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import time
 from collections.abc import Awaitable, Callable, Iterator
 from pathlib import Path
@@ -19,6 +18,7 @@ from sandbox_gateway.recipes import Recipe
 from sandbox_gateway.records import NetworkPolicy, Sandbox, SandboxState, Snapshot
 from tests.api.memory_host import MemoryHost
 from tests.support.live import Live
+from tests.support.memory_engine import Gate, wait_until
 
 
 class FaultyHost(MemoryHost):
@@ -262,27 +262,30 @@ def test_adjacent_snapshots_collected_together_leave_no_dangling_parent(live: Li
     assert live.engine.snapshots.get("four").parent == one
 
 
-def test_an_extended_sandbox_keeps_running_while_another_expires(live: Live, host: FaultyHost) -> None:
+def test_an_extension_in_progress_prevents_an_expiry(live: Live, host: FaultyHost) -> None:
+    """The expiry waits for the sandbox's lock, and then reads the new timeout. Another sandbox expires meanwhile."""
     live.do(live.engine.forks.create("base", ForkSpec(names=["other"])))
-    original_remove = host.remove
-    removal_started, may_continue = asyncio.Event(), asyncio.Event()
+    sandboxes = live.engine.sandboxes
+    other = sandboxes.get("other").id
+    gate = Gate()
+    save = host.save
 
-    async def remove_slowly(sandbox: Sandbox) -> None:
-        removal_started.set()
-        await may_continue.wait()
-        await original_remove(sandbox)
+    async def save_slowly(sandbox: Sandbox) -> None:
+        if sandbox.id == other:
+            await gate()
+        await save(sandbox)
 
-    async def expire() -> set[str]:
-        host.remove = remove_slowly  # type: ignore[method-assign]
-        for name in ("box", "other"):
-            await live.engine.sandboxes.set_timeout(name, 0)
-        await asyncio.wait_for(removal_started.wait(), 20)
-        for name in ("box", "other"):
-            # One of the two is locked, because it is being removed.
-            with contextlib.suppress(asyncio.TimeoutError):
-                await asyncio.wait_for(live.engine.sandboxes.set_timeout(name, 600), 0.2)
-        may_continue.set()
-        await asyncio.sleep(1)
-        return {each.name for each in live.engine.sandboxes.list()}
+    async def expire() -> None:
+        await sandboxes.set_timeout("other", 0)
+        host.save = save_slowly  # type: ignore[method-assign]
+        extension = asyncio.create_task(sandboxes.set_timeout("other", 600))
+        await gate.reached.wait()
+        await sandboxes.set_timeout("box", 0)
+        await wait_until(lambda: not any(each.name == "box" for each in sandboxes.list()))
+        await wait_until(lambda: other in live.engine._expiry._expiring)
+        gate.opened.set()
+        await extension
+        await wait_until(lambda: other not in live.engine._expiry._expiring)
 
-    assert len(live.do(expire())) == 1
+    live.do(expire())
+    assert [each.name for each in sandboxes.list()] == ["other"]

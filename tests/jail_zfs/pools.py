@@ -140,7 +140,7 @@ def destroy_pools(names: Iterable[str]) -> None:
 
 def _stop_unused_daemon(pid_file: Path) -> None:
     """Stop the daemon that ``pool`` started, if there are no pools any more."""
-    if pid_file.exists() and not run("zpool", "list", "-H", "-o", "name").stdout.strip():
+    if pid_file.exists() and not _pool_names():
         stop_daemon(pid_file)
 
 
@@ -212,10 +212,16 @@ def mount_ids(directory: Path) -> dict[str, str]:
 
 
 def _destroy(name: str) -> None:
-    """Destroy a pool. Retries, because mount namespaces that other tests create keep its mounts in use."""
+    """Destroy a pool. Retries, because mount namespaces that other tests create keep its mounts in use.
+
+    Checks the list of pools, because a failed attempt may also report that a dataset in the pool does not exist.
+    """
     deadline = time.monotonic() + 180
-    while (result := run("zpool", "destroy", "-f", name, check=False)).returncode != 0:
-        if "no such pool" in result.stderr:
-            return
+    while name in _pool_names():
+        result = run("zpool", "destroy", "-f", name, check=False)
         assert time.monotonic() < deadline, f"the pool {name} cannot be destroyed: {result.stderr}"
         time.sleep(0.1)
+
+
+def _pool_names() -> list[str]:
+    return run("zpool", "list", "-H", "-o", "name").stdout.split()
