@@ -335,3 +335,15 @@ def test_an_interrupted_command_fails_with_a_reason(
     (response,) = responses
     assert (response.status_code, response.json()["kind"]) == (status, kind), response.text
     assert reason in response.json()["message"]
+
+
+def test_a_refresh_only_extends_the_lifetime(api: httpx.Client) -> None:
+    create_sandbox(api, name="one", timeout=600)
+    end = api.get("/sandboxes/one").json()["endAt"]
+    for body in (None, {"duration": 60}):
+        assert api.post("/sandboxes/one/refreshes", json=body).status_code == 204
+        assert api.get("/sandboxes/one").json()["endAt"] == end
+    assert api.post("/sandboxes/one/refreshes", json={"duration": 1200}).status_code == 204
+    assert api.get("/sandboxes/one").json()["endAt"] > end
+    assert api.post("/sandboxes/one/refreshes", json={"duration": 3601}).status_code == 400
+    assert api.post("/sandboxes/none/refreshes", json={"duration": 1}).status_code == 404

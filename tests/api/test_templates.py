@@ -16,6 +16,7 @@ def test_a_ready_template_has_all_its_fields(api: httpx.Client) -> None:
     assert template["names"] == template["aliases"] == ["base"] and template["buildStatus"] == "ready"
     assert template["recipe"]["from"] == "debootstrap" and template["recipe"]["packages"] == ["python3"]
     assert template["cpuCount"] == 1 and template["forks"] == 0 and len(template["digest"]) == 64
+    assert template["status"] == "READY" and "lastError" not in template
     assert api.get(f"/templates/{template['templateID']}").json() == template
     assert [item["templateID"] for item in api.get("/templates?name=base").json()] == [template["templateID"]]
     assert api.get("/templates?name=other").json() == []
@@ -32,7 +33,8 @@ def test_a_build_can_be_followed_to_its_end(memory_gateway: MemoryGateway, api: 
     memory_gateway.host.build_seconds = 0.2
     build_response = api.post("/templates", json={"name": "made", "setup": ["touch /made"], "memoryMB": 512})
     assert build_response.status_code == 202 and build_response.json()["buildStatus"] == "building"
-    assert api.get("/templates/made").json()["buildStatus"] == "building"
+    building = api.get("/templates/made").json()
+    assert building["buildStatus"] == "building" and building["status"] == "BUILDING"
     assert "made" in [name for item in api.get("/templates").json() for name in item["names"]]
     route = f"/templates/{build_response.json()['templateID']}/builds/{build_response.json()['buildID']}"
     with api.stream("GET", f"{route}/logs", params={"follow": "true"}) as response:
@@ -54,6 +56,7 @@ def test_a_failed_build_gives_a_reason(api: httpx.Client) -> None:
     assert status["status"] == "error" and "exit code 1" in status["reason"]
     template = api.get("/templates/broken").json()
     assert template["buildStatus"] == "error" and "exit code 1" in template["reason"]
+    assert template["status"] == "FAILED" and template["lastError"] == template["reason"]
     assert api.post("/sandboxes", json={"templateID": "broken"}).status_code == 404
 
 
@@ -149,3 +152,10 @@ def build(api: httpx.Client, body: dict[str, Any]) -> dict[str, Any]:
     template: dict[str, Any] = api.get(f"/templates/{body['name']}").json()
     assert template["buildStatus"] == "ready"
     return template
+
+
+@pytest.mark.parametrize("alias", ["no spaces", "-x", "a:b", "ä"])
+def test_the_lookup_of_an_invalid_alias_is_refused(api: httpx.Client, alias: str) -> None:
+    response = api.get(f"/templates/aliases/{alias}")
+    assert response.status_code == 400 and repr(alias) in response.json()["message"]
+    assert api.get("/templates/aliases/no-such").status_code == 404

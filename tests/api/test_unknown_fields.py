@@ -68,6 +68,85 @@ def test_an_unknown_field_causes_a_warning_or_an_error(
     assert response.headers.get_list("warning") == [f'299 - "ignored fields: {path}"']
 
 
+@pytest.mark.parametrize(
+    ("method", "route", "body", "path"),
+    [
+        ("POST", "/templates", {"name": "base", "image": "nginx:latest"}, "image"),
+        ("POST", "/templates", {"name": "base", "cpu": 2000}, "cpu"),
+        ("POST", "/templates", {"name": "base", "memory": 4096}, "memory"),
+        ("POST", "/templates", {"name": "base", "env": ["A=1"]}, "env"),
+        ("POST", "/templates", {"name": "base", "command": ["nginx"]}, "command"),
+        ("POST", "/templates", {"name": "base", "allowInternetAccess": False}, "allowInternetAccess"),
+        ("POST", "/volumes", {"name": "vol", "driver": "nfs"}, "driver"),
+        ("POST", "/sandboxes", {"templateID": "base", "distributionScope": ["node-1"]}, "distributionScope"),
+        ("POST", "/sandboxes", {"templateID": "base", "autoPauseMemory": False}, "autoPauseMemory"),
+        ("POST", "/sandboxes", {"templateID": "base", "auto_pause_memory": False}, "auto_pause_memory"),
+        ("POST", "/sandboxes", {"templateID": "base", "network": {"dnsServers": ["1.1.1.1"]}}, "network.dnsServers"),
+        ("POST", "/sandboxes", {"templateID": "base", "network": {"egress_proxy": "a"}}, "network.egress_proxy"),
+        ("PUT", "/sandboxes/one/network", {"rules": {"api.example.com": []}}, "rules"),
+        ("POST", "/sandboxes/one/pause", {"requireHealthyGuest": True}, "requireHealthyGuest"),
+        ("POST", "/sandboxes/one/resume", {"autoPause": True}, "autoPause"),
+        ("POST", "/v1/snapshots", {"tag": "a", "rootfs": "/", "kernel": "/vmlinuz"}, "kernel"),
+        ("POST", "/v1/sandboxes", {"snapshot_tag": "base", "live_fork": True}, "live_fork"),
+    ],
+)
+def test_an_unsupported_field_of_a_client_is_refused(
+    api: httpx.Client, sandbox: dict[str, Any], method: str, route: str, body: dict[str, Any], path: str
+) -> None:
+    def state() -> list[Any]:
+        kinds = ("sandboxes", "templates", "volumes", "snapshots")
+        # The state of `one` includes its activity, so compare the fields that a request may change.
+        return [
+            [(each.get("names"), each.get("name"), each.get("state")) for each in api.get(f"/{kind}").json()]
+            for kind in kinds
+        ]
+
+    before = state()
+    for strict in ("", "?strict=true"):
+        message = check_refused(api.request(method, f"{route}{strict}", json=body), 400, "unsupported")
+        assert message.startswith(f"{path}: not supported, because ") and message.count(": ") >= 2
+    assert state() == before
+
+
+def test_all_unsupported_fields_are_named(api: httpx.Client) -> None:
+    """This is what the client of CubeSandbox sends for `Template.build(name="base", image="nginx", cpu_count=...)`."""
+    template = api.get("/templates/base").json()
+    body = {"image": "nginx:latest", "name": "base", "cpu": 2000, "memory": 4096, "exposedPorts": [80]}
+    message = check_refused(api.post("/templates", json=body), 400, "unsupported")
+    assert [part.partition(":")[0] for part in message.split("; ")] == ["image", "cpu", "memory", "exposedPorts"]
+    assert api.get("/templates").json() == [template]
+
+
+def test_unsupported_fields_that_ask_for_nothing_are_accepted(api: httpx.Client) -> None:
+    body = {
+        "templateID": "base",
+        "distributionScope": [],
+        "iam": None,
+        "autoPauseMemory": True,
+        "network": {"rules": {}, "egressProxy": None, "dnsServers": []},
+    }
+    response = api.post("/sandboxes?strict=true", json=body)
+    assert response.status_code == 201 and "warning" not in response.headers
+    assert api.post("/volumes?strict=true", json={"name": "", "driver": ""}).status_code == 201
+
+
+@pytest.mark.parametrize(("key", "remedy"), [("host-mount", "volumeMounts"), ("network-policy", "network")])
+def test_metadata_that_cubesandbox_acts_on_is_refused(
+    api: httpx.Client, sandbox: dict[str, Any], key: str, remedy: str
+) -> None:
+    metadata = {"team": "red", key: "[]"}
+    for method, route, body in (
+        ("POST", "/sandboxes", {"templateID": "base"}),
+        ("POST", "/snapshots/base/fork", {}),
+        ("POST", "/sandboxes/one/clone", {}),
+        ("PATCH", "/sandboxes/one", {}),
+    ):
+        message = check_refused(api.request(method, route, json={**body, "metadata": metadata}), 400, "invalid")
+        assert message.startswith(f"metadata: the key '{key}' is not supported") and remedy in message
+    assert [each["name"] for each in api.get("/sandboxes").json()] == ["one"]
+    assert api.get("/sandboxes/one").json()["metadata"] == {}
+
+
 def test_all_unknown_fields_are_named(api: httpx.Client) -> None:
     body = {"templateId": "base", "one": 1, "network": {"two": 2}}
     message = check_refused(api.post("/sandboxes?strict=true", json=body), 400, "invalid")

@@ -29,7 +29,7 @@ def check_refused(response: httpx.Response, status: int, kind: str, *words: str)
 
 
 def test_a_volume_has_all_its_fields(api: httpx.Client) -> None:
-    volume = create_volume(api, sizeMB=2048, driver="nfs")
+    volume = create_volume(api, sizeMB=2048)
     assert volume.pop("token") and volume.pop("createdAt")
     assert volume == {
         "volumeID": "data",

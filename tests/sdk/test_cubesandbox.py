@@ -318,6 +318,8 @@ def _is_missing(volume: Volume) -> bool:
 def test_templates(server, create):
     assert server.template in [each.name for each in Template.list()]
     template = Template.get(server.template)
+    assert template.status == "READY"
+    assert {each.status for each in Template.list() if each.name == server.template} == {"READY"}
     alias = f"alias-{uuid.uuid4().hex[:8]}"
     assert Template.set_alias(template.template_id, alias).template_id == template.template_id
     assert Template.get(alias).template_id == template.template_id
@@ -354,3 +356,18 @@ def test_threads_share_one_object(box):
     for thread in threads:
         thread.join(60)
     assert results == {number: f"{number}\n" for number in range(8)}
+
+
+def test_unsupported_options_are_refused(server, create):
+    """They must not give a sandbox, a template or a volume other than the requested one."""
+    before = Template.get(server.template).template_id
+    with pytest.raises(cubesandbox.ApiError, match=r"image: not supported, because .*; memory: .*set memoryMB"):
+        Template.build(name=server.template, image="nginx:latest", memory_mb=4096)
+    assert Template.get(server.template).template_id == before
+    with pytest.raises(cubesandbox.ApiError, match="host-mount"):
+        create(metadata={"host-mount": '[{"hostPath": "/srv", "mountPath": "/srv"}]'})
+    with pytest.raises(cubesandbox.ApiError, match="distributionScope: not supported"):
+        create(distribution_scope=["10.0.0.7"])
+    with pytest.raises(cubesandbox.ApiError, match="driver: not supported"):
+        Volume.create("unsupported-driver", driver="nfs")
+    assert "unsupported-driver" not in [each.name for each in Volume.list()]

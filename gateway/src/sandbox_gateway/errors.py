@@ -85,7 +85,7 @@ class Invalid(GatewayError):
 
 
 class Unsupported(GatewayError):
-    """This host or this snapshot does not support the request."""
+    """This gateway, host or snapshot does not support the request."""
 
     kind = "unsupported"
     status = 400

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Annotated, Any, ClassVar
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
@@ -27,15 +29,34 @@ Timeout = Annotated[Seconds | None, BeforeValidator(_parse_never)]
 TIMEOUT = Field(None, description="Seconds from now; -1 or null: never. Absent: the host's default, or no change.")
 
 
+@dataclass(frozen=True)
+class Refused:
+    """An unsupported field, which is refused because a caller that sets it relies on it.
+
+    ``reason`` completes the sentence "FIELD: not supported, ..." and says what to do instead. ``accepted`` are the
+    values that ask for nothing; null always does.
+    """
+
+    reason: str
+    accepted: tuple[Any, ...] = (False, "", [], {})
+
+    def accepts(self, value: object) -> bool:
+        return value is None or value in self.accepted
+
+
 class Body(BaseModel):
     """A request body.
 
-    Unknown fields are ignored, as the dialects' clients expect; ``unknown_fields`` warns about them.
+    Unknown fields are ignored, as the dialects' clients expect; ``unknown_fields`` warns about them and refuses
+    those in ``refused``. Names are those in JSON. tests/sdk/test_fields.py compares the fields with the published
+    clients, and generates the tables in docs/.
     """
 
     model_config = ConfigDict(extra="ignore", populate_by_name=True)
-    ignored: ClassVar[frozenset[str]] = frozenset()
-    """Fields without effect that known clients send; they cause no warning."""
+    ignored: ClassVar[Mapping[str, str]] = {}
+    """Harmless fields without effect that known clients send, with the reason; they cause no warning."""
+    refused: ClassVar[Mapping[str, Refused]] = {}
+    """Fields of known clients that the gateway does not support."""
 
     def value_or_unset(self, field: str) -> Any:
         """Return the value of ``field``, or UNSET if the caller did not send it."""

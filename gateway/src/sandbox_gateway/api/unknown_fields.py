@@ -1,4 +1,8 @@
-"""Find unknown fields in request bodies: a header warns about them, and `?strict=true` refuses them."""
+"""Check the fields of request bodies before they are validated.
+
+A field that a known client has but the gateway does not support is refused. A header warns about fields that no known
+client has, and `?strict=true` refuses them too.
+"""
 
 from __future__ import annotations
 
@@ -13,9 +17,9 @@ from typing import Annotated, Any, get_args
 from fastapi import Depends, Query, Request
 from pydantic import AliasChoices
 
-from sandbox_gateway.api.body import Body
+from sandbox_gateway.api.body import Body, Refused
 from sandbox_gateway.api.errors import MAX_SHOWN_CHARS, WARNING, clip
-from sandbox_gateway.errors import Invalid
+from sandbox_gateway.errors import Invalid, Unsupported
 
 _MAX_NAMED_FIELDS = 24
 """Maximum number of fields that a warning or an error names."""
@@ -24,20 +28,35 @@ _MAX_WARNING_LENGTH = 600
 _MAX_LIST_ENTRIES = 100
 """Maximum number of list entries that are examined: no valid list of objects is longer."""
 _MAX_MATCHED_LENGTH = 40
+_CAPITALS = re.compile("(?<=.)[A-Z]+")
 _UNPRINTABLE = re.compile(r'[^\x20-\x7e]|["\\]')
 
 
 @dataclass(frozen=True)
-class UnknownField:
+class _FieldPath:
     path: str
     """The path in the notation of validation errors: `volumeMounts.0.readonly`."""
-    similar: str
-    """A known field of the same object with a similar name; empty if there is none."""
 
     @property
     def name(self) -> str:
         """Return ``path`` in a form that is safe in headers and sentences."""
         return clip(_UNPRINTABLE.sub("?", self.path), MAX_SHOWN_CHARS)
+
+
+@dataclass(frozen=True)
+class RefusedField(_FieldPath):
+    """A field in ``Body.refused`` whose value asks for something."""
+
+    reason: str
+
+    def __str__(self) -> str:
+        return f"{self.name}: not supported, {self.reason}"
+
+
+@dataclass(frozen=True)
+class UnknownField(_FieldPath):
+    similar: str
+    """A known field of the same object with a similar name; empty if there is none."""
 
     def __str__(self) -> str:
         return f"{self.name} (did you mean {self.similar}?)" if self.similar else self.name
@@ -47,15 +66,20 @@ async def _check_fields(
     request: Request,
     strict: Annotated[bool, Query(description="Refuse a body that has fields this gateway does not know.")] = False,
 ) -> None:
-    """Raise Invalid if ``strict``. Runs before validation, so that a misspelt field is reported as unknown."""
+    """Raise Unsupported for refused fields and, if ``strict``, Invalid for unknown ones.
+
+    Runs before validation, so that a misspelt field is reported as unknown.
+    """
     body = request.scope["route"].body_field
-    model = _model_in(body.field_info.annotation) if body else None
+    model = model_in(body.field_info.annotation) if body else None
     if model is None:
         return
     try:
         data = await request.json()  # FastAPI has already parsed it, and Starlette caches the result.
     except (ValueError, RecursionError):
         return
+    if refused := list(islice(find_refused_fields(model, data), _MAX_NAMED_FIELDS)):
+        raise Unsupported("; ".join(map(str, refused)))
     unknown = list(islice(find_unknown_fields(model, data), _MAX_NAMED_FIELDS + 1))
     if unknown and strict:
         noun, pronoun = ("field", "it") if len(unknown) == 1 else ("fields", "them")
@@ -68,30 +92,51 @@ async def _check_fields(
 CheckFields = Depends(_check_fields)
 
 
-def find_unknown_fields(model: type[Body], data: Any, prefix: str = "") -> Iterator[UnknownField]:
+def find_unknown_fields(model: type[Body], data: Any) -> Iterator[UnknownField]:
     """Yield the fields of ``data`` and its nested objects that neither ``model`` nor any known client has."""
+    for owner, prefix, name, _ in _walk(model, data):
+        if name not in fields_of(owner) and name not in owner.ignored and find_refusal(owner, name) is None:
+            yield UnknownField(f"{prefix}{name}", _find_similar(name, owner))
+
+
+def find_refused_fields(model: type[Body], data: Any) -> Iterator[RefusedField]:
+    """Yield the fields of ``data`` and its nested objects that ``model`` refuses."""
+    for owner, prefix, name, value in _walk(model, data):
+        refusal = find_refusal(owner, name)
+        if refusal is not None and not refusal.accepts(value):
+            yield RefusedField(f"{prefix}{name}", refusal.reason)
+
+
+def find_refusal(model: type[Body], name: str) -> Refused | None:
+    """Return the entry of a field in ``model.refused``. Like other fields, it may be sent in snake_case."""
+    return model.refused.get(name) or model.refused.get(_snake_names(model).get(name, ""))
+
+
+def _walk(model: type[Body], data: Any, prefix: str = "") -> Iterator[tuple[type[Body], str, str, Any]]:
+    """Yield the model, the prefix of the path, the name and the value of each field in ``data`` and nested objects."""
     if not isinstance(data, dict):
         return
-    fields = _fields_of(model)
+    fields = fields_of(model)
     for name, value in data.items():
-        if name in fields:
-            nested = fields[name]
-            if nested is not None:
-                yield from _find_nested(nested, value, f"{prefix}{name}.")
-        elif name not in model.ignored:
-            yield UnknownField(f"{prefix}{name}", _find_similar(name, model))
-
-
-def _find_nested(model: type[Body], value: Any, prefix: str) -> Iterator[UnknownField]:
-    if isinstance(value, list):
-        for index, entry in enumerate(value[:_MAX_LIST_ENTRIES]):
-            yield from find_unknown_fields(model, entry, f"{prefix}{index}.")
-    else:
-        yield from find_unknown_fields(model, value, prefix)
+        yield model, prefix, name, value
+        nested = fields.get(name)
+        if nested is None:
+            continue
+        if isinstance(value, list):
+            for index, entry in enumerate(value[:_MAX_LIST_ENTRIES]):
+                yield from _walk(nested, entry, f"{prefix}{name}.{index}.")
+        else:
+            yield from _walk(nested, value, f"{prefix}{name}.")
 
 
 @cache
-def _fields_of(model: type[Body]) -> dict[str, type[Body] | None]:
+def _snake_names(model: type[Body]) -> dict[str, str]:
+    """Return the JSON name of each refused field by its name in snake_case."""
+    return {_CAPITALS.sub(lambda match: f"_{match[0].lower()}", name): name for name in model.refused}
+
+
+@cache
+def fields_of(model: type[Body]) -> dict[str, type[Body] | None]:
     """Return every field name that ``model`` accepts, with the model of nested objects if there are any."""
     fields: dict[str, type[Body] | None] = {}
     for name, field in model.model_fields.items():
@@ -99,15 +144,15 @@ def _fields_of(model: type[Body]) -> dict[str, type[Body] | None]:
         choices = aliases.choices if isinstance(aliases, AliasChoices) else [aliases]
         for known in (name, field.alias, *choices):
             if isinstance(known, str):
-                fields[known] = _model_in(field.annotation)
+                fields[known] = model_in(field.annotation)
     return fields
 
 
-def _model_in(annotation: Any) -> type[Body] | None:
+def model_in(annotation: Any) -> type[Body] | None:
     """Return the model in an annotation: Network for `Network | None`, VolumeMount for `list[VolumeMount]`."""
     if isinstance(annotation, type) and issubclass(annotation, Body):
         return annotation
-    return next((model for arg in get_args(annotation) if (model := _model_in(arg))), None)
+    return next((model for arg in get_args(annotation) if (model := model_in(arg))), None)
 
 
 def _find_similar(name: str, model: type[Body]) -> str:

@@ -45,11 +45,6 @@ async def list_snapshots(engine: EngineDep) -> list[shapes.SnapshotInfo]:
     summary="Build a template from a root file system on the gateway's host, and wait for it",
 )
 async def create_snapshot(request: Request, body: shapes.BuildSnapshot, engine: EngineDep) -> shapes.SnapshotInfo:
-    if body.kernel:
-        raise Unsupported(
-            "the field kernel is not supported, because each template has its own kernel: leave it out, or use "
-            "POST /templates"
-        )
     if not body.rootfs.startswith("/"):
         raise Invalid(
             f"the field rootfs is {body.rootfs[:80]!r}, not an absolute path: use the path of a directory or tarball "
@@ -97,8 +92,6 @@ async def create_sandboxes(
     request: Request, body: shapes.CreateSandboxes, engine: EngineDep
 ) -> list[shapes.SandboxInfo]:
     snapshot = engine.snapshots.get(body.snapshot_tag)
-    if body.live_fork:
-        raise Unsupported(f"live_fork is not supported, because {_NOT_LIVE}: leave it out")
     spec = ForkSpec(count=body.n, memory_mb=body.memory_limit_mib, timeout=body.value_or_unset("timeout"))
     results = await cancel_on_disconnect(request, engine.forks.fork(snapshot.id, spec))
     return [_sandbox_info(engine, sandbox) for sandbox in results if isinstance(sandbox, Sandbox)]

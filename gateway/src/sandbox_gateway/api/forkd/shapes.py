@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import math
 import re
-from typing import Annotated, Literal
+from collections.abc import Mapping
+from typing import Annotated, ClassVar, Literal
 
 from pydantic import AfterValidator, BaseModel, Field
 
-from sandbox_gateway.api.body import MAX_FORKS, TIMEOUT, AnyRef, Body, Timeout
+from sandbox_gateway.api.body import MAX_FORKS, TIMEOUT, AnyRef, Body, Refused, Timeout
 from sandbox_gateway.engine.spec import EvalResult, ExecResult
 from sandbox_gateway.records import Memory, Sandbox, Snapshot, SnapshotKind, SnapshotStatus
 
@@ -34,7 +35,10 @@ class BuildSnapshot(Body):
     rootfs: str = Field(
         min_length=1, max_length=4096, description="Absolute path of a directory or tarball on the gateway's host."
     )
-    kernel: str | None = Field(None, description="Not supported: each template has its own kernel.")
+
+    refused: ClassVar[Mapping[str, Refused]] = {
+        "kernel": Refused("because each template has its own kernel: leave it out, or use POST /templates"),
+    }
 
 
 class CompactSnapshot(Body):
@@ -47,11 +51,15 @@ class CreateSandboxes(Body):
     memory_limit_mib: int | None = Field(
         None, strict=True, ge=64, le=1 << 20, description="Absent: the snapshot's size."
     )
-    live_fork: bool = Field(False, description="Not supported: a sandbox is paused while it is captured.")
-    per_child_netns: bool = Field(True, description="Ignored: every sandbox has its own network.")
-    prewarm: bool = Field(False, description="Ignored.")
-    hugepages: bool = Field(False, description="Ignored: hosts do not provide huge pages.")
     timeout: Timeout = TIMEOUT
+    ignored: ClassVar[Mapping[str, str]] = {
+        "per_child_netns": "every sandbox has its own network",
+        "prewarm": "it only changes the speed of the first snapshot, and captures here are fast without it",
+        "hugepages": "it only changes the speed, and forkd also continues without huge pages",
+    }
+    refused: ClassVar[Mapping[str, Refused]] = {
+        "live_fork": Refused("because a sandbox is paused for some milliseconds while it is captured: leave it out"),
+    }
 
 
 class RunCommand(Body):
@@ -65,12 +73,17 @@ class Eval(Body):
 
 
 class Branch(Body):
+    ignored: ClassVar[Mapping[str, str]] = {
+        "measure_diff": "the response always has these numbers",
+        "wait": "the response is sent when the snapshot is ready, which takes some milliseconds",
+    }
+
     tag: Tag | None = Field(None, description="Absent: `branch-ID-N`.")
     mode: Literal["full", "diff", "live"] | None = None
     diff: bool = Field(False, description="Deprecated: use mode diff.")
     live: bool = Field(False, description="Deprecated: use mode live.")
-    measure_diff: bool = Field(False, description="Ignored: the response always has these numbers.")
-    wait: bool = Field(True, description="Ignored: the response is sent when the snapshot is ready.")
+    measure_diff: bool = Field(False, description="Without effect: the response always has these numbers.")
+    wait: bool = Field(True, description="Without effect: the response is sent when the snapshot is ready.")
     parent_tag: AnyRef | None = Field(None, description="The snapshot that the sandbox was made from, or its head.")
 
 

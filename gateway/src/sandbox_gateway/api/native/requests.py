@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from collections.abc import Mapping
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import (
+    AfterValidator,
     AliasChoices,
     BeforeValidator,
     ConfigDict,
     Field,
     ValidationError,
-    field_validator,
     model_validator,
 )
 
-from sandbox_gateway.api.body import MAX_FORKS, TIMEOUT, AnyRef, Body, Seconds, Timeout
+from sandbox_gateway.api.body import MAX_FORKS, TIMEOUT, AnyRef, Body, Refused, Seconds, Timeout
 from sandbox_gateway.api.dependencies import MAX_REF_LENGTH
 from sandbox_gateway.api.native.naming import json_name
 from sandbox_gateway.config import explain
@@ -35,6 +36,21 @@ def _check_count(value: object) -> object:
 
 
 Pairs = Annotated[dict[str, str], BeforeValidator(_check_count)]
+
+
+def _check_metadata(value: dict[str, str]) -> dict[str, str]:
+    """Refuse keys that configure a sandbox in CubeSandbox, because a caller that sets one relies on it."""
+    for key, remedy in _REFUSED_METADATA.items():
+        if key in value:
+            raise ValueError(f"the key {key!r} is not supported, because metadata changes no settings: {remedy}")
+    return value
+
+
+_REFUSED_METADATA = {
+    "host-mount": "use volumeMounts, with a volume, to share files; directories of the host cannot be mounted",
+    "network-policy": "use the field network",
+}
+Metadata = Annotated[Pairs, AfterValidator(_check_metadata)]
 VolumeSize = Annotated[int, Field(strict=True, ge=64, le=1 << 26)]
 """In MiB."""
 PrewarmCount = Annotated[int, Field(strict=True, ge=0, le=1000)]
@@ -49,8 +65,13 @@ class NativeBody(Body):
 class Network(NativeBody):
     """The network policy of a sandbox."""
 
-    # e2b 2.63.
-    ignored = frozenset({"dnsServers"})
+    refused: ClassVar[Mapping[str, Refused]] = {
+        **dict.fromkeys(
+            ("rules", "egressProxy", "maskRequestHost", "httpsPorts"),
+            Refused("because the gateway does not change or redirect requests: leave it out"),
+        ),
+        "dnsServers": Refused("because policies contain addresses, not domains: allow addresses, and leave it out"),
+    }
 
     allow_internet: bool | None = Field(
         None,
@@ -64,17 +85,6 @@ class Network(NativeBody):
         strict=True,
         description="True: anyone who can reach the gateway can reach the sandbox's ports, except those of the agent.",
     )
-    rules: Any = None
-    egress_proxy: Any = None
-    mask_request_host: Any = None
-    https_ports: Any = None
-
-    @field_validator("rules", "egress_proxy", "mask_request_host", "https_ports")
-    @classmethod
-    def _reject_unsupported(cls, value: object) -> None:
-        """Refuse an unsupported field, because a caller that sets it relies on it."""
-        if value:
-            raise ValueError("not supported, because the gateway does not change or redirect requests: leave it out")
 
     def policy(self, allow_internet: bool | None = None, *, public: bool = False) -> NetworkPolicy:
         """Return the network policy.
@@ -123,15 +133,20 @@ class VolumeMount(NativeBody):
 class ForkBody(Sizes):
     """The fields of every request that creates sandboxes."""
 
-    metadata: Pairs = Field(default_factory=dict)
+    refused: ClassVar[Mapping[str, Refused]] = {
+        "autoPauseMemory": Refused(
+            "because a sandbox that is paused at its timeout always keeps its memory: leave it out", accepted=(True,)
+        ),
+        "iam": Refused("because sandboxes have no workload identities: leave it out"),
+    }
+
+    metadata: Metadata = Field(default_factory=dict)
     env: Pairs = Field(default_factory=dict, alias="envVars")
     timeout: Timeout = TIMEOUT
     network: Network | None = None
     allow_internet_access: bool | None = Field(None, alias="allow_internet_access")
     lifecycle: Lifecycle | None = None
     auto_pause: bool = False
-    auto_pause_memory: bool = Field(True, description="Only true is supported.")
-    iam: Any = None
     auto_resume: AutoResume | None = None
     paused: bool = Field(False, description="Create it paused.")
     cold_start: bool = Field(False, description="Boot from the snapshot's disk, without its memory.")
@@ -140,21 +155,6 @@ class ForkBody(Sizes):
         max_length=MAX_MOUNTS,
         description="Absent or null: the mounts of the snapshot's source. An empty list: none.",
     )
-
-    @field_validator("iam")
-    @classmethod
-    def _reject_identities(cls, value: object) -> None:
-        if value:
-            raise ValueError("not supported, because sandboxes have no workload identities: leave it out")
-
-    @field_validator("auto_pause_memory")
-    @classmethod
-    def _reject_without_memory(cls, value: bool) -> bool:
-        if not value:
-            raise ValueError(
-                "not supported, because a sandbox that is paused at its timeout always keeps its memory: leave it out"
-            )
-        return value
 
     def spec(self, **more: Any) -> ForkSpec:
         network = self.network or Network()
@@ -184,8 +184,14 @@ class ForkBody(Sizes):
 
 
 class CreateSandbox(ForkBody):
-    # e2b 2.63: secure, mcp. cubesandbox 0.7: distributionScope, mcp.
-    ignored = frozenset({"distributionScope", "mcp", "secure"})
+    ignored: ClassVar[Mapping[str, str]] = {
+        "mcp": "the clients themselves start the MCP gateway, which the template must contain",
+        "secure": "access to a sandbox is always secured",
+    }
+    refused: ClassVar[Mapping[str, Refused]] = {
+        **ForkBody.refused,
+        "distributionScope": Refused("because a gateway manages a single host: leave it out"),
+    }
 
     template: AnyRef = Field(alias="templateID", description="A template or a snapshot, by id or name.")
     name: Name | None = None
@@ -239,23 +245,31 @@ class SetTimeout(NativeBody):
     timeout: Timeout = Field(description="Seconds from now; -1 or null: never; 0: now.")
 
 
+class Refresh(NativeBody):
+    duration: float = Field(15, ge=0, le=3600, allow_inf_nan=False, description="Seconds from now.")
+
+
 class Resume(NativeBody):
-    # e2b 2.63.
-    ignored = frozenset({"autoPause"})
+    refused: ClassVar[Mapping[str, Refused]] = {
+        "autoPause": Refused("because a sandbox keeps the lifecycle that it was created with: leave it out"),
+    }
 
     timeout: Timeout = TIMEOUT
     memory: bool | None = Field(None, description="False: boot from the disk, without the captured memory.")
 
 
 class Pause(NativeBody):
-    # e2b 2.63.
-    ignored = frozenset({"requireHealthyGuest"})
+    refused: ClassVar[Mapping[str, Refused]] = {
+        "requireHealthyGuest": Refused(
+            "because a pause does not query the agent: run a command in the sandbox first, and leave it out"
+        ),
+    }
 
     memory: bool = True
 
 
 class Patch(NativeBody):
-    metadata: Pairs | None = Field(None, description="Replaces all metadata.")
+    metadata: Metadata | None = Field(None, description="Replaces all metadata.")
     timeout: Timeout = TIMEOUT
     name: Name | None = None
 
@@ -332,8 +346,9 @@ def _empty_to_none(value: object) -> object:
 
 
 class CreateVolume(NativeBody):
-    # cubesandbox 0.7.
-    ignored = frozenset({"driver"})
+    refused: ClassVar[Mapping[str, Refused]] = {
+        "driver": Refused("because a host has only one kind of volume: leave it out")
+    }
 
     name: Annotated[Name | None, BeforeValidator(_empty_to_none)] = Field(None, description="Absent: generated.")
     size_mb: VolumeSize | None = Field(None, description="Absent: 1024, or the snapshot's size.")
@@ -364,32 +379,32 @@ class SetAlias(NativeBody):
     alias: Name
 
 
+_NO_IMAGES = Refused(
+    "because templates are not built from images: build one from Debian packages, a directory or a tarball "
+    "(docs/templates.md), and use its name"
+)
+_NO_TEMPLATE_NETWORK = Refused(
+    "because templates have no network policy: set network when you create a sandbox, and leave it out"
+)
+
+
 class CreateTemplate(Sizes):
-    # cubesandbox 0.7, whose templates are made from images.
-    ignored = frozenset(
-        {
-            "allowInternetAccess",
-            "allowOut",
-            "args",
-            "command",
-            "cpu",
-            "denyOut",
-            "dns",
-            "enableIvshmem",
-            "env",
-            "exposedPorts",
-            "image",
-            "instanceType",
-            "memory",
-            "networkType",
-            "nodes",
-            "probePath",
-            "probePort",
-            "registryPassword",
-            "registryUsername",
-            "writableLayerSize",
-        }
-    )
+    refused: ClassVar[Mapping[str, Refused]] = {
+        **dict.fromkeys(("image", "args", "command", "registryUsername", "registryPassword"), _NO_IMAGES),
+        **dict.fromkeys(("allowOut", "denyOut", "dns", "networkType"), _NO_TEMPLATE_NETWORK),
+        "allowInternetAccess": Refused(_NO_TEMPLATE_NETWORK.reason, accepted=(True,)),
+        "exposedPorts": Refused("because every port of a sandbox is reachable through the gateway: leave it out"),
+        "env": Refused("because templates have no environment variables: set envVars when you create a sandbox"),
+        "cpu": Refused("because CPUs are not divided: set cpuCount to a number of CPUs"),
+        "memory": Refused("because this gateway has a different name for it: set memoryMB"),
+        "writableLayerSize": Refused("because a sandbox has a single disk: set diskSizeMB"),
+        **dict.fromkeys(
+            ("probePath", "probePort"), Refused("because the gateway does not probe ports: set readyProbe to a command")
+        ),
+        "instanceType": Refused("because a host has only one kind of machine: leave it out"),
+        "nodes": Refused("because a gateway manages a single host: leave it out"),
+        "enableIvshmem": Refused("because sandboxes share no memory with the host: leave it out"),
+    }
 
     name: Name
     source: Source = Field(Source.DEBOOTSTRAP, alias="from")

@@ -145,6 +145,13 @@ async def set_timeout(ref: Ref, body: requests.SetTimeout, engine: EngineDep) ->
     await engine.sandboxes.set_timeout(ref, body.timeout)
 
 
+@router.post("/sandboxes/{ref}/refreshes", status_code=204, summary="Extend a sandbox's lifetime, but never shorten it")
+async def refresh(ref: Ref, engine: EngineDep, body: requests.Refresh | None = None) -> None:
+    duration, sandbox = (body or requests.Refresh()).duration, engine.sandboxes.get(ref)
+    if _would_extend(duration, sandbox):
+        await engine.sandboxes.set_timeout(sandbox.id, duration)
+
+
 @router.put("/sandboxes/{ref}/network", status_code=204, summary="Replace a sandbox's network policy")
 async def set_network(ref: Ref, body: requests.Network, engine: EngineDep) -> None:
     await engine.sandboxes.set_network(ref, body.policy(public=engine.sandboxes.get(ref).network.allow_public_traffic))

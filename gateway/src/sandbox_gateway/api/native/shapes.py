@@ -157,7 +157,9 @@ class TemplateShape(Shape):
     aliases: list[str]
     build_id: str
     build_status: Literal["building", "ready", "error"]
+    status: Literal["BUILDING", "READY", "FAILED"] = Field(description="The build status, as CubeSandbox names it.")
     reason: str | None = Field(None, description="Why the build failed.")
+    last_error: str | None = Field(None, description="The same as reason, as CubeSandbox names it.")
     digest: str
     outdated: bool | None = Field(
         description="Whether the template was built with a guest other than the gateway's, so that building its "
@@ -424,6 +426,7 @@ def template_shape(
         aliases=template.names,
         build_id=build_id,
         build_status="ready",
+        status="READY",
         digest=template.recipe_digest,
         outdated=outdated,
         recipe=recipe_fields(template.recipe),
@@ -447,6 +450,7 @@ def building_shape(build: Build) -> TemplateShape:
         aliases=[build.name],
         build_id=build.build_id,
         build_status=build.status,
+        status="FAILED" if build.status == "error" else "BUILDING",
         digest=build.digest,
         outdated=False,
         recipe=recipe_fields(build.recipe),
@@ -454,7 +458,7 @@ def building_shape(build: Build) -> TemplateShape:
         updated_at=build.started_at,
         forks=0,
     )
-    return shape.model_copy(update={"reason": build.reason}) if build.reason else shape
+    return shape.model_copy(update={"reason": build.reason, "last_error": build.reason}) if build.reason else shape
 
 
 def recipe_fields(recipe: dict[str, Any]) -> dict[str, Any]:

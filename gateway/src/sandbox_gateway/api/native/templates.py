@@ -15,6 +15,7 @@ from sandbox_gateway.api.native.view import get_template_or_snapshot
 from sandbox_gateway.api.paging import Limit, NextToken, page
 from sandbox_gateway.engine.builds import Build
 from sandbox_gateway.engine.engine import Engine
+from sandbox_gateway.engine.names import require_valid_name
 from sandbox_gateway.engine.templates import is_outdated
 from sandbox_gateway.errors import NotFound
 from sandbox_gateway.records import Snapshot, SnapshotKind
@@ -74,6 +75,7 @@ async def show(ref: Ref, engine: EngineDep) -> shapes.TemplateShape:
 
 @router.get("/templates/aliases/{ref}", summary="Find a template by name")
 async def by_alias(ref: Ref, engine: EngineDep) -> shapes.AliasShape:
+    require_valid_name(ref)
     return shapes.AliasShape(template_id=engine.templates.get(ref).id, public=False)
 
 

@@ -1,0 +1,211 @@
+"""Read the requests of the published clients, with their fields, from the installed sources.
+
+Nothing is sent: new fields of a new release are found even if no test uses them.
+"""
+
+from __future__ import annotations
+
+import ast
+import importlib
+import inspect
+import pkgutil
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from functools import cache
+from types import ModuleType
+from typing import Any
+
+import cubesandbox
+import e2b.api.client.api
+import e2b.api.client.models
+import e2b_code_interpreter
+import forkd
+
+_METHODS = frozenset({"get", "post", "put", "patch", "delete"})
+Fields = dict[str, "Fields"]
+"""The fields of a JSON object, each with the fields of the object (or of the list of objects) that it contains."""
+
+
+@dataclass
+class ClientRequest:
+    """A request of a client. ``route``: the path, with `{}` for each parameter."""
+
+    method: str
+    route: str
+    body: Fields = field(default_factory=dict)
+    query: set[str] = field(default_factory=set)
+
+    def __str__(self) -> str:
+        return f"{self.method} {self.route}"
+
+
+def list_e2b_requests() -> list[ClientRequest]:
+    """Return the requests of the generated client that the package `e2b` contains."""
+    package = e2b.api.client.api
+    names = [module.name for module in pkgutil.walk_packages(package.__path__, f"{package.__name__}.")]
+    modules = [importlib.import_module(name) for name in names]
+    return _merge([_e2b_request(module) for module in modules if hasattr(module, "_get_kwargs")])
+
+
+def list_cubesandbox_requests() -> list[ClientRequest]:
+    return _merge(_Source(cubesandbox).requests("api_url"))
+
+
+def list_code_interpreter_requests() -> list[ClientRequest]:
+    return _merge(_Source(e2b_code_interpreter).requests("_jupyter_url"))
+
+
+def list_forkd_requests() -> list[ClientRequest]:
+    return _merge(_Source(forkd).forkd_requests())
+
+
+def _merge(requests: list[ClientRequest]) -> list[ClientRequest]:
+    """Return one request per method and route, sorted."""
+    merged: dict[str, ClientRequest] = {}
+    for request in requests:
+        known = merged.setdefault(str(request), ClientRequest(request.method, request.route))
+        known.body |= request.body
+        known.query |= request.query
+    return sorted(merged.values(), key=lambda request: (request.route, request.method))
+
+
+def _e2b_request(module: ModuleType) -> ClientRequest:
+    function = ast.parse(inspect.getsource(module._get_kwargs)).body[0]
+    assert isinstance(function, ast.FunctionDef)
+    strings = {
+        key.value: _route(value, "") or ""
+        for node in ast.walk(function)
+        if isinstance(node, ast.Dict)
+        for key, value in zip(node.keys, node.values, strict=True)
+        if isinstance(key, ast.Constant)
+    }
+    query = {name for name, _ in _assigned_keys(function, "params")}
+    body = next((arg.annotation for arg in function.args.kwonlyargs if arg.arg == "body"), None)
+    fields = _e2b_fields(ast.unparse(body)) if body else {}
+    return ClientRequest(strings["method"].upper(), strings["url"], fields, query)
+
+
+def _constant(value: ast.expr) -> str:
+    return next((str(node.value) for node in ast.walk(value) if isinstance(node, ast.Constant)), "")
+
+
+@cache
+def _e2b_fields(annotation: str) -> Fields:
+    """Return the fields of the models that ``annotation`` names."""
+    fields: Fields = {}
+    for name in re.findall(r"\w+", annotation):
+        model = getattr(e2b.api.client.models, name, None)
+        if not hasattr(model, "from_dict"):
+            continue
+        types = {key: str(value) for key, value in vars(model)["__annotations__"].items()}
+        for json_name in re.findall(r'd\.pop\(\s*"(\w+)"', inspect.getsource(model.from_dict)):
+            fields[json_name] = _e2b_fields(types.get(_snake_case(json_name), ""))
+    return fields
+
+
+def _snake_case(name: str) -> str:
+    return re.sub("(?<=[a-z])[A-Z]+", lambda match: f"_{match[0]}", name).lower()
+
+
+class _Source:
+    """The functions of a handwritten client."""
+
+    def __init__(self, package: ModuleType) -> None:
+        modules = [
+            importlib.import_module(module.name)
+            for module in pkgutil.walk_packages(package.__path__, f"{package.__name__}.")
+        ]
+        trees = [ast.parse(inspect.getsource(module)) for module in modules]
+        self._functions = [
+            node
+            for tree in trees
+            for node in ast.walk(tree)
+            if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
+        ]
+        self._by_name = {function.name: function for function in self._functions}
+
+    def requests(self, base: str) -> Iterator[ClientRequest]:
+        """Yield a request for each call such as `session.post(f"{config.api_url}/volumes", json=...)`."""
+        for function in self._functions:
+            for call in _calls(function):
+                if not (isinstance(call.func, ast.Attribute) and call.args):
+                    continue
+                method, arguments = call.func.attr, call.args
+                if method == "stream":
+                    method, *arguments = _constant(call.args[0]).lower(), *call.args[1:]
+                route = _route(arguments[0], base) if method in _METHODS else None
+                if route is None:
+                    continue
+                keywords = {keyword.arg: keyword.value for keyword in call.keywords}
+                body, query = (self._fields(keywords.get(name), function) for name in ("json", "params"))
+                yield ClientRequest(method.upper(), route, body, set(query))
+
+    def forkd_requests(self) -> Iterator[ClientRequest]:
+        """Yield a request for each call such as `self._request("POST", "/v1/sandboxes", body)`."""
+        for function in self._functions:
+            for call in _calls(function):
+                if isinstance(call.func, ast.Attribute) and call.func.attr == "_request":
+                    route = _route(call.args[1], "")
+                    assert route is not None
+                    yield ClientRequest(
+                        _constant(call.args[0]), route, self._fields(call.args[2] if call.args[2:] else None, function)
+                    )
+
+    def _fields(self, value: ast.expr | None, function: ast.FunctionDef | ast.AsyncFunctionDef) -> Fields:
+        """Return the fields that the expression ``value`` in ``function`` may have."""
+        fields: Fields = {}
+        if isinstance(value, ast.Dict):
+            for key, entry in zip(value.keys, value.values, strict=True):
+                if key is None:
+                    fields |= self._fields(entry, function)
+                else:
+                    fields[_constant(key)] = self._fields(entry, function)
+        elif isinstance(value, ast.Call) and isinstance(value.func, ast.Name) and value.func.id in self._by_name:
+            called = self._by_name[value.func.id]
+            for node in ast.walk(called):
+                if isinstance(node, ast.Return):
+                    fields |= self._fields(node.value, called)
+        elif isinstance(value, ast.Name):
+            for assigned in _assigned_values(function, value.id):
+                fields |= self._fields(assigned, function)
+            for name, assigned in _assigned_keys(function, value.id):
+                fields[name] = self._fields(assigned, function)
+        return fields
+
+
+def _calls(function: ast.AST) -> Iterator[ast.Call]:
+    return (node for node in ast.walk(function) if isinstance(node, ast.Call))
+
+
+def _route(url: ast.expr, base: str) -> str | None:
+    """Return the path of a URL that is written as `f"{....base}/path/{id}"`, or as a path if ``base`` is empty."""
+    if isinstance(url, ast.Call) and isinstance(url.func, ast.Attribute) and url.func.attr == "format":
+        return re.sub(r"\{\w+\}", "{}", _constant(url.func.value))
+    parts = url.values if isinstance(url, ast.JoinedStr) else [url]
+    texts = [part.value if isinstance(part, ast.Constant) else "{}" for part in parts]
+    if not base:
+        return "".join(map(str, texts))
+    if not (isinstance(parts[0], ast.FormattedValue) and ast.unparse(parts[0].value).endswith(base)):
+        return None
+    return "".join(map(str, texts[1:]))
+
+
+def _assigned_values(function: ast.AST, name: str) -> Iterator[ast.expr]:
+    """Yield the values that are assigned to a variable, or appended to it."""
+    for node in ast.walk(function):
+        targets: list[Any] = node.targets if isinstance(node, ast.Assign) else [getattr(node, "target", None)]
+        if isinstance(node, ast.Assign | ast.AnnAssign) and node.value is not None:
+            if any(isinstance(target, ast.Name) and target.id == name for target in targets):
+                yield node.value
+        elif isinstance(node, ast.Call) and ast.unparse(node.func) == f"{name}.append":
+            yield node.args[0]
+
+
+def _assigned_keys(function: ast.AST, name: str) -> Iterator[tuple[str, ast.expr]]:
+    """Yield the keys, with the values, of assignments such as `name["key"] = value`."""
+    for node in ast.walk(function):
+        if isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Subscript):
+            target = node.targets[0]
+            if isinstance(target.value, ast.Name) and target.value.id == name:
+                yield _constant(target.slice), node.value
