@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import time
+from types import SimpleNamespace
 from typing import Any
 from urllib.parse import parse_qsl, quote, urlencode
 
@@ -13,7 +15,9 @@ import httpx
 import pytest
 from e2b.sandbox.signature import get_signature
 
-from sandbox_gateway.api.access.ports import signed_query, token_for_port
+from sandbox_gateway.api.access.ports import token_for_port
+from sandbox_gateway.api.access.signed_urls import SignedUrl, Signers, parse_signed_url, signed_query
+from sandbox_gateway.engine.secret import Secret
 from sandbox_gateway.errors import Unauthorized
 from tests.api import memory_host
 from tests.api.inside import AGENT_PORT, PORT, eventually, host, port_headers, port_headers_with_host, raw_service
@@ -49,7 +53,7 @@ def test_the_traffic_token_is_valid_for_every_port_except_the_agents(
         for wrong_token in (sandbox["envdAccessToken"], create_sandbox(api)["trafficAccessToken"], "", "é"):
             headers: Any = {**port_headers(sandbox, PORT), header: wrong_token.encode("latin-1")}
             response = keyless_client.get("/", headers=headers)
-            assert response.status_code == 401 and (not wrong_token or wrong_token not in response.text)
+            assert response.status_code == 403 and (not wrong_token or wrong_token not in response.text)
         assert len(service.heads) == 1
     assert keyless_client.get("/echo", headers=port_headers(sandbox, AGENT_PORT, **token)).status_code == 401
     assert keyless_client.get("/sandboxes", headers=token).status_code == 401
@@ -97,7 +101,7 @@ def test_ports_are_public_only_on_request(
     public = create_sandbox(api, network={"allowPublicTraffic": True})
     assert public["network"]["allowPublicTraffic"] is True and default_sandbox["network"]["allowPublicTraffic"] is False
     for sandbox in (default_sandbox, private_sandbox):
-        assert keyless_client.get("/", headers=port_headers_with_host(sandbox, PORT)).status_code == 401
+        assert keyless_client.get("/", headers=port_headers_with_host(sandbox, PORT)).status_code == 403
     with raw_service(memory_gateway, public):
         assert keyless_client.get("/", headers=port_headers_with_host(public, PORT)).text == "ok"
         ref = public["sandboxID"]
@@ -105,14 +109,14 @@ def test_ports_are_public_only_on_request(
         assert keyless_client.get("/", headers=port_headers_with_host(public, PORT)).text == "ok", (
             "a policy for outgoing traffic does not change it"
         )
-        for port in (AGENT_PORT, 49999):
-            assert keyless_client.get("/echo", headers=port_headers_with_host(public, port)).status_code == 401
+        for port, status in ((AGENT_PORT, 401), (49999, 403)):
+            assert keyless_client.get("/echo", headers=port_headers_with_host(public, port)).status_code == status
         fork = api.post(f"/sandboxes/{ref}/clone", json={"count": 1}).json()["sandboxes"][0]
-        assert keyless_client.get("/", headers=port_headers_with_host(fork, PORT)).status_code == 401, (
+        assert keyless_client.get("/", headers=port_headers_with_host(fork, PORT)).status_code == 403, (
             "forks do not inherit public ports"
         )
         assert api.put(f"/sandboxes/{ref}/network", json={"allowPublicTraffic": False}).status_code == 204
-        assert keyless_client.get("/", headers=port_headers_with_host(public, PORT)).status_code == 401
+        assert keyless_client.get("/", headers=port_headers_with_host(public, PORT)).status_code == 403
     for invalid in ("yes", 1, "true"):
         assert api.post("/sandboxes", json={"templateID": "base", "network": {"allowPublicTraffic": invalid}}).is_error
 
@@ -367,7 +371,7 @@ def test_signed_urls_are_accepted_over_http(
             assert keyless_client.request(method, path, headers=host_headers).status_code == 401, path
         other = create_sandbox(api)
         assert keyless_client.get(f"/files?{read}", headers=port_headers_with_host(other)).status_code == 401
-        assert keyless_client.get(f"/files?{read}", headers=port_headers_with_host(sandbox, 49999)).status_code == 401
+        assert keyless_client.get(f"/files?{read}", headers=port_headers_with_host(sandbox, 49999)).status_code == 403
         expired_signature = get_signature("/x", "read", None, sandbox["envdAccessToken"], -10)
         expired_query = urlencode(
             {
@@ -383,3 +387,87 @@ def test_signed_urls_are_accepted_over_http(
     api.delete("/sandboxes/one")
     response = keyless_client.get(f"/files?{read}", headers=host_headers)
     assert response.status_code == 502 and "was not found" in response.json()["message"]
+
+
+def test_signed_urls_with_the_gateways_address_are_accepted(
+    memory_gateway: MemoryGateway, api: httpx.Client, keyless_client: httpx.Client
+) -> None:
+    """With `E2B_SANDBOX_URL`, as documented, only the signature of the URL names the sandbox."""
+    sandboxes = [create_sandbox(api, name=name) for name in ("one", "two", "three")]
+    options = {"api_key": ADMIN_KEY, "api_url": memory_gateway.url, "sandbox_url": memory_gateway.url}
+    box = e2b.Sandbox.connect("two", **options)
+    with contextlib.ExitStack() as stack:
+        first, second, third = (
+            stack.enter_context(raw_service(memory_gateway, each, port=AGENT_PORT)) for each in sandboxes
+        )
+        for url, target in (
+            (box.download_url("/a b/ü", user="bob"), "/files?path=%2Fa%20b%2F%C3%BC&username=bob"),
+            (box.download_url("/x", use_signature_expiration=60), "/files?path=%2Fx"),
+        ):
+            for headers in ({}, {"Authorization": "Basic cm9vdDo=", "X-Access-Token": "wrong", "X-API-Key": "wrong"}):
+                response = keyless_client.get(url, headers=headers)
+                assert response.text == "ok" and second.request_target() == target
+                assert "authorization" not in second.request_headers()
+                assert second.request_headers()["x-access-token"] == sandboxes[1]["envdAccessToken"]
+                assert response.headers["content-security-policy"] == "sandbox", "a browser must not run the file"
+                assert response.headers["x-content-type-options"] == "nosniff"
+        upload = box.upload_url("/x")
+        assert keyless_client.post(upload, files={"file": b"new"}).text == "ok" and b"new" in second.bodies[-1]
+        count = len(second.heads)
+        read = box.download_url("/x")
+        for method, url in (
+            ("POST", read),
+            ("GET", upload),
+            ("GET", read.replace("/files", "/files/")),
+            ("GET", read.replace("/files", "/%66iles")),
+            ("GET", f"{read}&path=/etc/shadow"),
+            ("GET", read.replace("path=%2Fx", "path=%2Fy")),
+            ("GET", f"{read}&username=bob"),
+            ("HEAD", read),
+        ):
+            assert keyless_client.request(method, url).status_code == 401, (method, url)
+        expired = get_signature("/x", "read", None, sandboxes[1]["envdAccessToken"], -10)
+        query = {"path": "/x", "signature": expired["signature"], "signature_expiration": str(expired["expiration"])}
+        response = keyless_client.get("/files", params=query)
+        assert response.status_code == 401 and "has expired" in response.json()["message"]
+        assert len(second.heads) == count and first.heads == third.heads == []
+    api.delete("/sandboxes/two")
+    response = keyless_client.get(read)
+    assert response.status_code == 401 and "was removed: create a new URL" in response.json()["message"]
+
+
+def test_a_signed_url_resumes_its_sandbox(
+    memory_gateway: MemoryGateway, api: httpx.Client, keyless_client: httpx.Client
+) -> None:
+    sandbox = create_sandbox(api, name="one", autoPause=True, autoResume={"enabled": True})
+    paused = create_sandbox(api, name="two")
+    for name in ("one", "two"):
+        api.post(f"/sandboxes/{name}/pause").raise_for_status()
+    query = sign_query(token=sandbox["envdAccessToken"])
+    assert keyless_client.get("/files", params=query).status_code != 401
+    assert api.get("/sandboxes/one").json()["state"] == "running"
+    response = keyless_client.get("/files", params=sign_query(token=paused["envdAccessToken"]))
+    assert response.status_code == 502 and "was not found" in response.json()["message"]
+
+
+def test_the_sandbox_that_signed_a_url_is_found_quickly() -> None:
+    """Anyone can cause a search, which blocks the event loop. A long path is hashed only once."""
+    secret = Secret()
+    secret.key = b"k" * 32
+    ids = [f"{number:012x}" for number in range(1000)]
+    engine: Any = SimpleNamespace(index=SimpleNamespace(sandboxes={id: f"record of {id}" for id in ids}), secret=secret)
+    signers = Signers(engine)
+    path = "/" + "x" * 60_000
+
+    def parse(token: str) -> SignedUrl:
+        url = parse_signed_url("GET", urlencode(sign_query("read", path, token=token), quote_via=quote).encode())
+        assert url is not None
+        return url
+
+    assert signers.find(parse(secret.derive(ids[-1]))) == f"record of {ids[-1]}"
+    wrong = [parse(f"{number:064x}") for number in range(10)]
+    started_at = time.process_time()
+    assert [signers.find(url) for url in wrong] == [None] * 10
+    assert time.process_time() - started_at < 0.2
+    del engine.index.sandboxes[ids[-1]]
+    assert signers.find(parse(secret.derive(ids[-1]))) is None, "a removed sandbox is not found in the cache"

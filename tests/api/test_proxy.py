@@ -87,15 +87,22 @@ def test_requests_need_access_to_the_port(
     token = {"X-Access-Token": sandbox["envdAccessToken"]}
     assert keyless_client.get("/echo", headers=port_headers(sandbox, **token)).status_code == 201
     other_sandbox = create_sandbox(api)
-    for headers in (
-        port_headers(sandbox),
-        port_headers(other_sandbox, **token),
-        port_headers(sandbox, **{"X-Access-Token": "wrong"}),
-        port_headers({"sandboxID": "0" * 12}, **token),
-        port_headers(sandbox, **{"X-API-Key": "wrong-key-0123456789"}),
-    ):
-        response = keyless_client.get("/echo", headers=headers)
-        assert response.status_code == 401 and response.json()["kind"] == "unauthorized", headers
+    unknown_sandbox = {"sandboxID": "0" * 12}
+    for port, status, kind in ((AGENT_PORT, 401, "unauthorized"), (PORT, 403, "forbidden")):
+        for headers in (
+            port_headers(sandbox, port),
+            port_headers(other_sandbox, port, **token),
+            port_headers(sandbox, port, **{"X-Access-Token": "wrong"}),
+            port_headers(unknown_sandbox, port, **token),
+            port_headers(unknown_sandbox, port),
+        ):
+            response = keyless_client.get("/echo", headers=headers)
+            assert response.status_code == status and response.json()["kind"] == kind, headers
+            assert (
+                keyless_client.get("/echo", headers=headers | port_headers(unknown_sandbox, port)).text == response.text
+            )
+        headers = port_headers(sandbox, port, **{"X-API-Key": "wrong-key-0123456789"})
+        assert keyless_client.get("/echo", headers=headers).status_code == 401
     assert keyless_client.get("/echo", headers=port_headers(sandbox, **{"X-API-Key": READ_KEY})).status_code == 403
     assert (
         keyless_client.get("/echo", headers=port_headers(sandbox, **{"X-API-Key": READ_KEY}, **token)).status_code
@@ -288,7 +295,7 @@ def test_a_body_is_requested_only_from_authorized_callers(
     fields = (f"Host: {host(sandbox, PORT)}", "Content-Length: 5", "Expect: 100-continue")
     with raw_service(memory_gateway, sandbox) as service:
         with raw_connection(memory_gateway, request_head("POST /", *fields)) as connection:
-            assert read_status(connection)[0] == 401
+            assert read_status(connection)[0] == 403
         with raw_connection(memory_gateway, request_head("POST /", *fields, KEY)) as connection:
             assert connection.recv(4096) == b"HTTP/1.1 100 Continue\r\n\r\n"
             connection.sendall(b"hello")

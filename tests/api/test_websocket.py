@@ -270,7 +270,7 @@ def test_handshakes_need_access_to_an_open_port(
             open_websocket(memory_gateway, target, headers=headers)
         return error_info.value.response.status_code, error_info.value.response.body.decode()
 
-    assert read_refusal(sandbox)[0] == read_refusal(sandbox, **{"X-Access-Token": "wrong"})[0] == 401
+    assert read_refusal(sandbox)[0] == read_refusal(sandbox, **{"X-Access-Token": "wrong"})[0] == 403
     assert read_refusal(sandbox, **{"X-API-Key": READ_KEY})[0] == 403
     status, message = read_refusal(sandbox, **KEY)
     assert status == 502 and "port is not open" in message and '"kind":"backend_failed"' in message

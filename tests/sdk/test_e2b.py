@@ -201,32 +201,36 @@ def test_a_port_is_reachable_by_its_host_name(server, create):
     wait(lambda: httpx.get(f"{server.url}/hostname", headers=headers).status_code == 200)
     token = {"Host": sandbox.get_host(8000), "E2B-Traffic-Access-Token": sandbox.traffic_access_token}
     assert httpx.get(f"{server.url}/hostname", headers=token).status_code == 200
-    assert httpx.get(f"{server.url}/hostname", headers={"Host": sandbox.get_host(8000)}).status_code == 401
+    assert httpx.get(f"{server.url}/hostname", headers={"Host": sandbox.get_host(8000)}).status_code == 403
 
 
 @covers("Sandbox.download_url", "Sandbox.upload_url")
 def test_signed_urls(server, create):
-    sandbox = create()
-
-    def local_url(url: str) -> tuple[str, dict[str, str]]:
-        """Return the URL with the gateway's address, because its host name does not resolve, and the Host header."""
-        parsed = httpx.URL(url)
-        return str(parsed.copy_with(host="127.0.0.1", port=server.port, scheme="http")), {"Host": parsed.host}
-
-    direct = sandbox.connection_config.get_host(sandbox.sandbox_id, sandbox.sandbox_domain, 49983)
-    for url, direction in (
-        (sandbox.upload_url("/root/up", use_signature_expiration=60), "write"),
-        (sandbox.download_url("/root/up"), "read"),
-    ):
-        target = httpx.URL(url).copy_with(host=direct, port=None)
-        address, headers = local_url(str(target))
-        if direction == "write":
-            response = httpx.post(address, headers=headers, files={"file": ("up", b"signed")})
-        else:
-            response = httpx.get(address, headers=headers)
-            assert response.content == b"signed"
+    """The URLs are used exactly as the client returns them, without any header. No host name has to resolve."""
+    sandbox, _other = create(), create()
+    for upload_url in (sandbox.upload_url("/root/up", use_signature_expiration=60), sandbox.upload_url("/root/up")):
+        response = httpx.post(upload_url, files={"file": ("up", upload_url.encode())})
         assert response.status_code == 200, response.text
-        assert httpx.get(address.replace("up", "down"), headers=headers).status_code == 401
+        assert sandbox.files.read("/root/up") == upload_url
+        for url in (sandbox.download_url("/root/up", use_signature_expiration=60), sandbox.download_url("/root/up")):
+            response = httpx.get(url)
+            assert response.status_code == 200 and response.text == upload_url
+            assert httpx.get(url.replace("up", "down")).status_code == 401
+            assert httpx.post(url, files={"file": ("up", b"changed")}).status_code == 401
+    sandbox.kill()
+    assert httpx.get(url).status_code == 401
+
+
+@covers("Sandbox.download_url", "Sandbox.upload_url")
+def test_signed_urls_with_host_names(server, create, monkeypatch):
+    """Without `E2B_SANDBOX_URL`, the host name of the URL names the sandbox. It must resolve to the gateway."""
+    sandbox = create()
+    sandbox.files.write("/root/up", "signed")
+    monkeypatch.delenv("E2B_SANDBOX_URL")
+    url = httpx.URL(Sandbox.connect(sandbox.sandbox_id).download_url("/root/up"))
+    assert url.host == sandbox.get_host(49983)
+    local_url = url.copy_with(scheme="http", host="127.0.0.1", port=server.port)
+    assert httpx.get(local_url, headers={"Host": url.host}).text == "signed"
 
 
 @covers("Volume.create", "Volume.list", "Volume.get_info", "Volume.connect", "Volume.destroy")

@@ -7,20 +7,19 @@ removed, and others cannot distinguish it from an unknown sandbox.
 
 from __future__ import annotations
 
-import base64
 import hashlib
 import hmac
 import time
 from dataclasses import dataclass
-from urllib.parse import parse_qsl, quote, urlencode
 
 from starlette.datastructures import Headers
 from starlette.types import Scope
 
 from sandbox_gateway.api.access import auth
+from sandbox_gateway.api.access.signed_urls import Signers, signed_url_of
 from sandbox_gateway.api.errors import clip
 from sandbox_gateway.engine.engine import Engine
-from sandbox_gateway.errors import GatewayError, NotFound, Unauthorized
+from sandbox_gateway.errors import Forbidden, GatewayError, NotFound, Unauthorized
 from sandbox_gateway.hosts.addresses import AGENT_PORT, CODE_PORT
 from sandbox_gateway.records import Sandbox
 
@@ -30,8 +29,6 @@ TOKEN_HEADER = "x-access-token"
 TRAFFIC_HEADERS = ("e2b-traffic-access-token", "cube-traffic-access-token")
 SECRET_HEADERS = frozenset({"x-api-key", TOKEN_HEADER, *TRAFFIC_HEADERS})
 """Headers for the gateway only, which are not forwarded to services."""
-_OPERATIONS = {"GET": "read", "POST": "write"}
-_MAX_DIGITS = 15
 
 
 class NotRunning(GatewayError):
@@ -77,6 +74,23 @@ class PortAccess:
     def __init__(self, engine: Engine, keys: auth.Keys) -> None:
         self.engine = engine
         self.keys = keys
+        self._signers = Signers(engine)
+
+    def admit_signed_url(self, scope: Scope) -> Admission | None:
+        """Return the sandbox whose token signed the URL of a request that names no sandbox.
+
+        Returns None if the URL is not signed. Raises Unauthorized.
+        """
+        url = signed_url_of(scope)
+        if url is None:
+            return None
+        sandbox = self._signers.find(url)
+        if sandbox is None:
+            raise Unauthorized(
+                "no sandbox has the access token that signed this URL, because the URL was changed or its sandbox was "
+                "removed: create a new URL"
+            )
+        return Admission(sandbox, url.query)
 
     def admit(self, scope: Scope, headers: Headers, ref: str, port: int) -> Admission:
         """Return the sandbox that the request may access. Raises Unauthorized, Forbidden or NotRunning."""
@@ -89,7 +103,7 @@ class PortAccess:
             if not (open_to_all or self._has_token(id, headers, port)):
                 query = self._verify_signature(scope, id, port)
                 if query is None:
-                    raise self._refusal(scope, caller, headers)
+                    raise self._refusal(scope, caller, headers, port)
         if sandbox is None:
             raise NotRunning.for_missing(ref)
         return Admission(sandbox, query)
@@ -111,46 +125,27 @@ class PortAccess:
         )
 
     def _verify_signature(self, scope: Scope, id: str, port: int) -> bytes | None:
-        if port != AGENT_PORT or scope["type"] != "http" or scope.get("raw_path") != b"/files":
+        url = signed_url_of(scope) if port == AGENT_PORT else None
+        if url is None or not url.signers({id: self.engine.secret.derive(id).encode()}):
             return None
-        return signed_query(scope["method"], scope.get("query_string", b""), self.engine.secret.derive(id), time.time())
+        url.check_expiration(time.time())
+        return url.query
 
-    def _refusal(self, scope: Scope, caller: auth.Caller | None, headers: Headers) -> GatewayError:
+    def _refusal(self, scope: Scope, caller: auth.Caller | None, headers: Headers, port: int) -> GatewayError:
+        """Return the same error for a sandbox that does not exist.
+
+        As in E2B and CubeSandbox, the status is 403 for services, and 401 for the agent and for unknown API keys.
+        """
         if caller:
             return auth.insufficient_scope_error(caller, auth.Permission.EXEC)
+        if port != AGENT_PORT and "x-api-key" not in headers:
+            return Forbidden(
+                "the ports of this sandbox are not public, and the request has no valid token of the sandbox: send "
+                "E2B-Traffic-Access-Token: TOKEN (GET /sandboxes/ID returns it) or X-API-Key: KEY"
+            )
         if any(name in headers for name in (TOKEN_HEADER, *TRAFFIC_HEADERS)):
             return Unauthorized(
                 "no sandbox with that id has this access token, or the token is not valid for this port: "
                 "GET /sandboxes/ID returns the tokens of a sandbox"
             )
         return auth.unauthorized_error(scope, self.keys)
-
-
-def signed_query(method: str, query: bytes, token: str, now: float) -> bytes | None:
-    """Return the query to forward for a `/files` URL that a client signed with ``token``; None without a signature.
-
-    The signature is over `path:operation:user:token[:expiration]`. A user name with a colon is refused: parts of the
-    path, or the operation, could be moved into it. Raises Unauthorized for an expired signature.
-    """
-    operation = _OPERATIONS.get(method)
-    try:
-        fields = parse_qsl(query.decode("ascii"), keep_blank_values=True, errors="strict")
-    except ValueError:
-        return None
-    parameters = dict(fields)
-    path, user, signature = parameters.get("path", ""), parameters.get("username", ""), parameters.get("signature", "")
-    expiration = parameters.get("signature_expiration")
-    if operation is None or len(parameters) != len(fields) or not path or not signature or ":" in user:
-        return None
-    signed_text = f"{path}:{operation}:{user}:{token}"
-    if expiration is not None:
-        if not (expiration.isascii() and expiration.isdigit() and len(expiration) <= _MAX_DIGITS):
-            return None
-        signed_text += f":{expiration}"
-    expected = "v1_" + base64.b64encode(hashlib.sha256(signed_text.encode()).digest()).rstrip(b"=").decode()
-    if not hmac.compare_digest(signature.encode(), expected.encode()):
-        return None
-    if expiration is not None and now > int(expiration):
-        raise Unauthorized("the signature of this URL has expired: create a new URL")
-    forwarded = {"path": path, "username": user} if user else {"path": path}
-    return urlencode(forwarded, quote_via=quote).encode()

@@ -1,8 +1,9 @@
 """The data plane: stream requests to ports inside sandboxes, and their responses.
 
-A request belongs to a sandbox when its Host is `{port}-{sandboxID}.{domain}`, or when it carries `E2b-Sandbox-Id`
-and `E2b-Sandbox-Port`. `access.ports` authorises requests. No proxy library is used: these trust the service and pool
-connections by address, but here services are untrusted, and connections end with the machine.
+A request belongs to a sandbox when its Host is `{port}-{sandboxID}.{domain}`, when it carries `E2b-Sandbox-Id` and
+`E2b-Sandbox-Port`, or when the sandbox's token signed its URL. `access.ports` authorises requests. No proxy library is
+used: these trust the service and pool connections by address, but here services are untrusted, and connections end with
+the machine.
 """
 
 from __future__ import annotations
@@ -38,6 +39,7 @@ from sandbox_gateway.api.dependencies import MAX_REF_LENGTH
 from sandbox_gateway.api.errors import ClientGone, clip
 from sandbox_gateway.engine.engine import Engine
 from sandbox_gateway.errors import BackendFailed, Conflict, Invalid, NotFound, Unsupported
+from sandbox_gateway.hosts.addresses import AGENT_PORT
 from sandbox_gateway.log import Logger
 from sandbox_gateway.records import Sandbox, SandboxState
 
@@ -62,6 +64,8 @@ _DROPPED_REQUEST_HEADERS = _HOP_BY_HOP | SECRET_HEADERS | {_ID_HEADER, _PORT_HEA
 _DROPPED_RESPONSE_HEADERS = _HOP_BY_HOP | {"date", "alt-svc"}
 # If the Host header is the gateway's own address, these headers would apply to the gateway and all its sandboxes.
 _HOST_WIDE_HEADERS = frozenset({"set-cookie", "strict-transport-security", "clear-site-data", "public-key-pins"})
+# A browser that opens a signed URL must not run a sandbox's file as a page of the gateway's address.
+_ISOLATION = {"content-security-policy": b"sandbox", "x-content-type-options": b"nosniff"}
 _COOKIE_DOMAIN = re.compile(rb";\s*domain\s*=\s*([^;\s]*)", re.IGNORECASE)
 _REPEATABLE = frozenset({"GET", "HEAD", "OPTIONS"})
 _TIMEOUTS = {"connect": CONNECT_SECONDS, "read": None, "write": None, "pool": None}
@@ -80,13 +84,14 @@ class Target:
     """The target of a request.
 
     ``ref``: the sandbox; ``port``: 1 to 65535, in the sandbox; ``host``: the Host header for the service; ``by_host``:
-    whether the client's Host header names the sandbox.
+    whether the client's Host header names the sandbox; ``signed``: whether only the signature of the URL names it.
     """
 
     ref: str
     port: int
     host: str
     by_host: bool
+    signed: bool = False
 
 
 class Addresses:
@@ -152,6 +157,9 @@ class DataPlane:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         headers = Headers(scope=scope)
         target = self.addresses.target(headers) if scope["type"] in ("http", "websocket") else None
+        admission = self.access.admit_signed_url(scope) if target is None else None
+        if admission is not None:
+            target = Target(admission.sandbox.id, AGENT_PORT, f"localhost:{AGENT_PORT}", by_host=False, signed=True)
         if target is None:
             if scope["type"] == "websocket":
                 raise Unsupported("the gateway itself has no WebSockets: connect to a port of a sandbox (docs/api.md)")
@@ -159,7 +167,7 @@ class DataPlane:
             return
         scope["sandbox_gateway.route"] = "data plane"
         _check_target(scope, headers)
-        admission = self.access.admit(scope, headers, target.ref, target.port)
+        admission = admission or self.access.admit(scope, headers, target.ref, target.port)
         sandbox = await self._resume_if_paused(admission.sandbox)
         try:
             address, token = self.engine.agents.endpoint(sandbox.id)
@@ -451,11 +459,14 @@ def _headers_for_client(
     dropped = _DROPPED_RESPONSE_HEADERS.union(_connection_options(headers), more)
     if not target.by_host:
         dropped |= _HOST_WIDE_HEADERS
+    if target.signed:
+        dropped |= _ISOLATION.keys()
     if "transfer-encoding" in headers:
         # Transfer-Encoding overrides Content-Length (RFC 9112, 6.3).
         dropped |= {"content-length"}
     host = target.host.partition(":")[0].rstrip(".").lower()
-    return [
+    isolation = [(name.encode(), value) for name, value in _ISOLATION.items()] if target.signed else []
+    return isolation + [
         (name, value)
         for name, value in headers.raw
         if _lower_name(name) not in dropped and not (name == b"set-cookie" and _is_for_other_hosts(value, host))

@@ -1,0 +1,142 @@
+"""Verify the signed URLs of files that E2B's clients create, and find the sandbox whose token signed one.
+
+A client signs with the access token of a sandbox: `sha256(path:operation:user:token[:expiration])`. If the URL has the
+gateway's own address (`E2B_SANDBOX_URL`), only the signature identifies the sandbox. It is a hash, so no index can map
+it to a sandbox: the gateway computes it with the token of each sandbox, about a microsecond each. The text before the
+token is hashed only once, so that its length does not matter.
+"""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import hmac
+import time
+from collections import OrderedDict
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+from urllib.parse import parse_qsl, quote, urlencode
+
+from starlette.types import Scope
+
+from sandbox_gateway.errors import Unauthorized
+
+if TYPE_CHECKING:
+    from sandbox_gateway.engine.engine import Engine
+    from sandbox_gateway.records import Sandbox
+
+_OPERATIONS = {"GET": "read", "POST": "write"}
+_PATH = b"/files"
+_VERSION = "v1_"
+_MAX_DIGITS = 15
+_MAX_KNOWN_URLS = 1024
+
+
+@dataclass(frozen=True)
+class SignedUrl:
+    path: str
+    operation: str
+    user: str
+    signature: str
+    expiration: str | None
+
+    @property
+    def query(self) -> bytes:
+        """The query to forward: only the signed fields that the agent reads."""
+        fields = {"path": self.path, "username": self.user} if self.user else {"path": self.path}
+        return urlencode(fields, quote_via=quote).encode()
+
+    def signers(self, tokens: dict[str, bytes]) -> list[str]:
+        """Return the keys of the tokens with which the URL is signed. The time does not depend on the result."""
+        try:
+            signed_digest = base64.b64decode(self.signature.removeprefix(_VERSION) + "=", validate=True)
+        except ValueError:
+            return []
+        if self.signature != f"{_VERSION}{_encode(signed_digest)}":
+            return []
+        start = hashlib.sha256(f"{self.path}:{self.operation}:{self.user}:".encode())
+        end = b"" if self.expiration is None else f":{self.expiration}".encode()
+        found = []
+        for key, token in tokens.items():
+            state = start.copy()
+            state.update(token + end)
+            if hmac.compare_digest(state.digest(), signed_digest):
+                found.append(key)
+        return found
+
+    def check_expiration(self, now: float) -> None:
+        """Raise Unauthorized if the URL has expired. Call this only after the signature has been verified."""
+        if self.expiration is not None and now > int(self.expiration):
+            raise Unauthorized("the signature of this URL has expired: create a new URL")
+
+
+def _encode(digest: bytes) -> str:
+    return base64.b64encode(digest).rstrip(b"=").decode()
+
+
+def parse_signed_url(method: str, query: bytes) -> SignedUrl | None:
+    """Return the signed fields of a `/files` URL, or None if there is no signature that could be valid.
+
+    A user name with a colon is refused: parts of the path, or the operation, could be moved into it.
+    """
+    operation = _OPERATIONS.get(method)
+    try:
+        fields = parse_qsl(query.decode("ascii"), keep_blank_values=True, errors="strict")
+    except ValueError:
+        return None
+    parameters = dict(fields)
+    path, user, signature = parameters.get("path", ""), parameters.get("username", ""), parameters.get("signature", "")
+    expiration = parameters.get("signature_expiration")
+    if operation is None or len(parameters) != len(fields) or not path or not signature or ":" in user:
+        return None
+    if expiration is not None and not (
+        expiration.isascii() and expiration.isdigit() and len(expiration) <= _MAX_DIGITS
+    ):
+        return None
+    return SignedUrl(path, operation, user, signature, expiration)
+
+
+def signed_url_of(scope: Scope) -> SignedUrl | None:
+    if scope["type"] != "http" or scope.get("raw_path") != _PATH:
+        return None
+    return parse_signed_url(scope["method"], scope.get("query_string", b""))
+
+
+def signed_query(method: str, query: bytes, token: str, now: float) -> bytes | None:
+    """Return the query to forward for a `/files` URL that a client signed with ``token``; None without a signature.
+
+    Raises Unauthorized for an expired signature.
+    """
+    url = parse_signed_url(method, query)
+    if url is None or not url.signers({"": token.encode()}):
+        return None
+    url.check_expiration(now)
+    return url.query
+
+
+class Signers:
+    """Finds the sandbox whose token signed a URL. Repeated requests for the same URL do not repeat the search."""
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
+        self._tokens: dict[str, bytes] = {}
+        self._known: OrderedDict[SignedUrl, str] = OrderedDict()
+
+    def find(self, url: SignedUrl) -> Sandbox | None:
+        """Return the sandbox, running or paused. Raises Unauthorized for an expired signature."""
+        id = self._known.get(url, "")
+        if id not in self._engine.index.sandboxes:
+            id = next(iter(url.signers(self._current_tokens())), "")
+            if not id:
+                return None
+            self._known[url] = id
+            if len(self._known) > _MAX_KNOWN_URLS:
+                self._known.popitem(last=False)
+        url.check_expiration(time.time())
+        return self._engine.index.sandboxes[id]
+
+    def _current_tokens(self) -> dict[str, bytes]:
+        ids = self._engine.index.sandboxes.keys()
+        if self._tokens.keys() != ids:
+            self._tokens = {id: self._tokens.get(id) or self._engine.secret.derive(id).encode() for id in ids}
+        return self._tokens
