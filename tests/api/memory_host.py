@@ -18,7 +18,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from sandbox_gateway.errors import BackendFailed, Conflict, Invalid
-from sandbox_gateway.hosts.base import Abilities, Endpoint, GuestMount, Log, Scan, Usage, VolumeState
+from sandbox_gateway.hosts.base import Abilities, Endpoint, GuestMount, Load, Log, Scan, Usage, VolumeState
 from sandbox_gateway.recipes import Recipe
 from sandbox_gateway.records import Memory, Mount, NetworkPolicy, Sandbox, Snapshot, Volume, VolumeSnapshot
 
@@ -387,6 +387,13 @@ class MemoryHost:
 
     async def usage(self, sandbox: Sandbox) -> Usage:
         return Usage(disk_bytes=200_000, memory_bytes=3 << 20)
+
+    async def loads(self, sandboxes: Sequence[Sandbox]) -> dict[str, Load]:
+        return {
+            each.instance: Load(memory_bytes=3 << 20, disk_bytes=200_000, cpu_seconds=1.0, running_seconds=10.0)
+            for each in sandboxes
+            if each.instance in self.machines
+        }
 
     async def console(self, sandbox: Sandbox) -> str:
         return ""

@@ -10,6 +10,7 @@ from typing import Any
 
 import httpx
 import pytest
+from e2b.api.client.models import SandboxMetric
 
 from sandbox_gateway.api.native.shapes import ENVD_VERSION
 from tests.api.inside import eventually
@@ -347,3 +348,33 @@ def test_a_refresh_only_extends_the_lifetime(api: httpx.Client) -> None:
     assert api.get("/sandboxes/one").json()["endAt"] > end
     assert api.post("/sandboxes/one/refreshes", json={"duration": 3601}).status_code == 400
     assert api.post("/sandboxes/none/refreshes", json={"duration": 1}).status_code == 404
+
+
+def test_metrics_have_the_form_that_e2b_reads(memory_gateway: MemoryGateway, api: httpx.Client) -> None:
+    sandbox = create_sandbox(api, name="one")
+    (sample,) = api.get("/sandboxes/one/metrics").json()
+    parsed = SandboxMetric.from_dict(sample)
+    assert parsed.additional_properties == {} and parsed.timestamp_unix == int(parsed.timestamp.timestamp())
+    assert parsed.cpu_count == sandbox["cpuCount"] and parsed.cpu_used_pct == 10.0 / sandbox["cpuCount"]
+    assert (parsed.mem_used, parsed.mem_total, parsed.mem_cache) == (3 << 20, sandbox["memoryMB"] << 20, None)
+    assert (parsed.disk_used, parsed.disk_total) == (200_000, sandbox["diskSizeMB"] << 20)
+    at = parsed.timestamp_unix
+    for query, count in ((f"start={at}&end={at}", 1), (f"end={at - 1}", 0), (f"start={at + 60}", 0)):
+        assert len(api.get(f"/sandboxes/one/metrics?{query}").json()) == count, query
+    for query, words in (("start=2&end=1", "is after end"), ("start=x", "start"), ("end=-1", "end")):
+        response = api.get(f"/sandboxes/one/metrics?{query}")
+        assert response.status_code == 400 and words in response.json()["message"]
+    assert api.get("/sandboxes/none/metrics").status_code == 404
+    with memory_gateway.client(READ_KEY) as reader:
+        assert len(reader.get("/sandboxes/one/metrics").json()) == 1
+    create_sandbox(api, name="two")
+    api.get("/sandboxes/two/metrics")
+    lines = api.get("/metrics").text.splitlines()
+    assert (
+        "sandbox_gateway_used_memory_bytes 6.291456e+06" in lines
+        and "sandbox_gateway_used_disk_bytes 400000.0" in lines
+    )
+    assert [line for line in lines if line.startswith("sandbox_gateway_used_cpus ")] == [
+        "sandbox_gateway_used_cpus 0.2"
+    ]
+    assert not [line for line in lines if sandbox["sandboxID"] in line]

@@ -98,6 +98,9 @@ def test_a_host_without_racct_runs_sandboxes_without_limits(
     live = make_live()
     live.do(live.engine.forks.create(TEMPLATE, ForkSpec(names=["free"])))
     assert live.do(live.engine.sandboxes.usage("free")).memory_bytes == 0
+    (sample,) = live.do(live.engine.loads.history("free"))
+    assert sample.memory_bytes is None and sample.cpu_percent is None, "what is not measured is not invented"
+    assert sample.disk_bytes is not None and sample.disk_bytes > 1 << 20
     live.do(live.engine.sandboxes.delete("free"))
     live.close()
 

@@ -16,7 +16,7 @@ from sandbox_gateway.errors import BackendFailed
 from sandbox_gateway.hosts.jail_zfs.commands import CommandRunner
 from sandbox_gateway.hosts.jail_zfs.jail.jails import Jail, Jails, parse_jails
 from sandbox_gateway.hosts.jail_zfs.jail.mount_table import MountEntry, MountTable, parse_mounts
-from sandbox_gateway.hosts.jail_zfs.jail.rctl import format_rules, parse_usage
+from sandbox_gateway.hosts.jail_zfs.jail.rctl import format_rules, parse_usage, parse_usages
 from sandbox_gateway.records import Resources
 from tests.support.jail_world import JailZfsWorld, shim, shim_environment
 
@@ -118,3 +118,9 @@ def test_a_failed_jail_creation_leaves_nothing_behind(jails: Jails, table: Mount
         run_async(jails.create("odd", tmp_path / "nowhere", hostname="odd", identity=None, interface="missing-b"))
     assert run_async(table.list_below(tmp_path)) == []
     assert "odd" not in shim("jls", "-d", "name").split()
+
+
+def test_the_usage_of_several_jails_is_parsed() -> None:
+    text = "cputime=0\nmemoryuse=4096\npcpu=7\ncputime=1\nmemoryuse=8192\npcpu=0\n"
+    first, second = {"cputime": 0, "memoryuse": 4096, "pcpu": 7}, {"cputime": 1, "memoryuse": 8192, "pcpu": 0}
+    assert parse_usages(text) == [first, second] and parse_usages("") == []

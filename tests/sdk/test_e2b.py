@@ -233,6 +233,29 @@ def test_signed_urls_with_host_names(server, create, monkeypatch):
     assert httpx.get(local_url, headers={"Host": url.host}).text == "signed"
 
 
+@covers("Sandbox.get_metrics", note="measured by the host; `mem_cache` is `None`")
+def test_metrics(server, create):
+    began = datetime.now(UTC)
+    sandbox = create()
+    info = sandbox.get_info()
+    (first, *_) = sandbox.get_metrics()
+    assert first.cpu_count == info.cpu_count and first.mem_total == info.memory_mb << 20
+    assert first.disk_used > 0 and first.mem_used > 1 << 20 and first.mem_cache is None
+    assert began - timedelta(seconds=2) <= first.timestamp <= datetime.now(UTC)
+    # A busy loop uses all of one CPU, however many the sandbox has.
+    sandbox.commands.run("timeout 60 sh -c 'while :; do :; done'", background=True)
+    idle, busy = first.cpu_used_pct, 30 / info.cpu_count
+    wait(lambda: sandbox.get_metrics()[-1].cpu_used_pct > busy)
+    samples = sandbox.get_metrics()
+    assert samples == sorted(samples, key=lambda sample: sample.timestamp) and len(samples) >= 2 and idle >= 0
+    later = sandbox.get_metrics(start=samples[1].timestamp)
+    assert later[0] == samples[1] and samples[0] not in later
+    assert sandbox.get_metrics(end=began - timedelta(seconds=5)) == []
+    sandbox.kill()
+    with pytest.raises(e2b.SandboxNotFoundException):
+        sandbox.get_metrics()
+
+
 @covers("Volume.create", "Volume.list", "Volume.get_info", "Volume.connect", "Volume.destroy")
 def test_volumes(server, create):
     name = f"data-{uuid.uuid4().hex[:8]}"

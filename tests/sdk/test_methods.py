@@ -65,7 +65,6 @@ CLIENTS = (
         },
         ("test_e2b", "test_e2b_inside"),
         {
-            "Sandbox.get_metrics": "not stored; `GET /sandboxes/{ref}/usage` shows the current usage",
             "Sandbox.get_mcp_token": "needs a template with `mcp-gateway`, which we do not provide",
             "Sandbox.get_mcp_url": "needs a template with `mcp-gateway`, which we do not provide",
             "Git.*": "not tested: these methods run git, which the template must have",

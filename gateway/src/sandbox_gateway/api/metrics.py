@@ -14,6 +14,7 @@ from prometheus_client.platform_collector import PlatformCollector
 from prometheus_client.process_collector import ProcessCollector
 from prometheus_client.registry import Collector
 
+from sandbox_gateway.engine.loads import totals
 from sandbox_gateway.records import SandboxState, Snapshot, SnapshotKind
 
 if TYPE_CHECKING:
@@ -114,11 +115,6 @@ class _Inventory(Collector):
         prewarmed.add_metric(["ready"], level.ready)
         prewarmed.add_metric(["target"], level.target)
         yield prewarmed
-        yield CounterMetricFamily(
-            "sandbox_gateway_prewarmed_claims",
-            "Prewarmed forks that were claimed by sandboxes.",
-            value=self._engine.machines.starts["prewarmed"],
-        )
         starts = CounterMetricFamily(
             "sandbox_gateway_starts",
             "Machines that were started, by how: claimed ready, from memory, or by a boot.",
@@ -127,6 +123,14 @@ class _Inventory(Collector):
         for how in ("prewarmed", "memory", "boot"):
             starts.add_metric([how], self._engine.machines.starts[how])
         yield starts
+        sums = totals(self._engine.loads.current())
+        yield GaugeMetricFamily("sandbox_gateway_used_cpus", "CPUs that running sandboxes use.", sums["cpus"])
+        for resource in ("memory", "disk"):
+            yield GaugeMetricFamily(
+                f"sandbox_gateway_used_{resource}_bytes",
+                f"Bytes of {resource} that running sandboxes use; shared ones count for each.",
+                sums[f"{resource}_bytes"],
+            )
 
     def describe(self) -> Iterable[Metric]:
         return []

@@ -7,6 +7,6 @@
 * The two primitives: ``machine_lifecycle`` starts a machine from a snapshot, ``captures`` takes a snapshot.
 * Steps of forks and rollbacks: ``spec``, ``fork_plan``, ``mount_plan``, ``mount_paths``, ``replacement``.
 * Removal: ``references`` finds the objects in use, ``collector`` removes unused ones; ``expiry``,
-  ``retention``, ``timeouts``, ``backoff``. Start-up: ``recovery``.
+  ``retention``, ``timeouts``, ``backoff``. Start-up: ``recovery``. Measurements of sandboxes: ``loads``.
 * Guests: ``agents``, ``agent_client``, ``guest_json``. Templates: ``template_builder``, ``builds``.
 """

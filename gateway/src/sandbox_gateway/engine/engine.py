@@ -11,6 +11,7 @@ from sandbox_gateway.engine.commands import Commands
 from sandbox_gateway.engine.context import Context
 from sandbox_gateway.engine.expiry import Expiry
 from sandbox_gateway.engine.forks import Forks
+from sandbox_gateway.engine.loads import Loads
 from sandbox_gateway.engine.locking import Locking
 from sandbox_gateway.engine.machine_lifecycle import MachineLifecycle
 from sandbox_gateway.engine.mount_plan import MountPlanner
@@ -72,6 +73,7 @@ class Engine:
 
         # Work that no request triggers.
         self.machines = machines
+        self.loads = Loads(context)
         self._recovery = Recovery(context, collector, attachments, machines, sandboxes)
         self._expiry = Expiry(context, references, collector, snapshots, sandboxes)
 
@@ -85,6 +87,7 @@ class Engine:
         await self._recovery.reconcile(scan.alive)
         self.background.start(self._expiry.watch())
         self.background.start(self.prewarm.keep_ready())
+        self.background.start(self.loads.watch())
         log.info("open", sandboxes=len(self.index.sandboxes), running=len(scan.alive), repaired=len(scan.repaired))
 
     async def close(self) -> None:

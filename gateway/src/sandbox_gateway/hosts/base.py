@@ -57,6 +57,22 @@ class Usage:
 
 
 @dataclass(frozen=True)
+class Load:
+    """The resources that a running machine uses now, measured without its guest. None: the host cannot measure it.
+
+    Shared memory and shared disk blocks count fully, because measuring shares is expensive. ``cpu_seconds``: the CPU
+    time since the machine was started ``running_seconds`` ago. A host whose kernel measures the current use instead
+    sets ``cpu_percent``, in percent of one CPU.
+    """
+
+    memory_bytes: int | None = None
+    disk_bytes: int | None = None
+    cpu_seconds: float | None = None
+    running_seconds: float = 0.0
+    cpu_percent: float | None = None
+
+
+@dataclass(frozen=True)
 class GuestMount:
     """A mount that the machine's agent must perform, because the host cannot perform it from outside."""
 
@@ -218,6 +234,9 @@ class Host(Protocol):
 
     async def usage(self, sandbox: Sandbox) -> Usage:
         """Return the resource usage of the instance. Raises GatewayError if the instance does not exist."""
+
+    async def loads(self, sandboxes: Sequence[Sandbox]) -> dict[str, Load]:
+        """Return the load of each instance whose machine is running. It is called often, so it must be cheap."""
 
     async def console(self, sandbox: Sandbox) -> str:
         """Return the tail of the running instance's console output."""

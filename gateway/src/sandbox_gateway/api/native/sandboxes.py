@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import math
 from collections.abc import Callable
 from datetime import UTC, datetime, timedelta
 from typing import Annotated
@@ -85,6 +86,19 @@ async def show(ref: Ref, engine: EngineDep, view: ViewDep) -> shapes.SandboxShap
 @router.get("/sandboxes/{ref}/usage", summary="Show the disk and memory use of a sandbox")
 async def usage(ref: Ref, engine: EngineDep) -> shapes.UsageShape:
     return shapes.usage_shape(await engine.sandboxes.usage(ref))
+
+
+Seconds = Annotated[int | None, Query(ge=0, le=1 << 40, description="In seconds since 1970.")]
+
+
+@router.get("/sandboxes/{ref}/metrics", summary="Show what a sandbox uses, and used during the last minutes")
+async def metrics(ref: Ref, engine: EngineDep, start: Seconds = None, end: Seconds = None) -> list[shapes.MetricShape]:
+    if start is not None and end is not None and start > end:
+        raise Invalid(f"the parameter start ({start}) is after end ({end}): exchange them")
+    sandbox = engine.sandboxes.get(ref)
+    # `end` is in whole seconds, and includes all of its last one.
+    samples = await engine.loads.history(sandbox.id, start or 0, math.inf if end is None else end + 1)
+    return [shapes.metric_shape(sandbox, sample) for sample in samples]
 
 
 @router.patch("/sandboxes/{ref}", response_model_exclude_unset=True, summary="Change name, metadata or timeout")

@@ -15,6 +15,7 @@ from sandbox_gateway.records import NetworkPolicy, Retention, Sandbox, Snapshot,
 
 if TYPE_CHECKING:
     from sandbox_gateway.engine.builds import Build
+    from sandbox_gateway.engine.loads import Sample
     from sandbox_gateway.engine.prewarm import Level
     from sandbox_gateway.engine.spec import ExecResult
     from sandbox_gateway.hosts.base import Usage, VolumeState
@@ -255,6 +256,20 @@ class ExecShape(Shape):
 class UsageShape(Shape):
     disk_bytes: int = Field(description="Bytes on the disk that are not shared with anything else.")
     memory_bytes: int = Field(description="Bytes in memory; shared memory counts in proportion.")
+
+
+class MetricShape(Shape):
+    """A sample of what a sandbox used, measured by the host. Null: the host cannot measure it."""
+
+    timestamp: datetime
+    timestamp_unix: int
+    cpu_count: int
+    cpu_used_pct: float | None = Field(description="In percent of all CPUs, on average since the previous sample.")
+    mem_used: int | None = Field(description="Bytes in memory, including shared ones.")
+    mem_total: int
+    mem_cache: None = Field(None, description="Always null: the host cannot measure the page cache of a guest.")
+    disk_used: int | None = Field(description="Bytes on the disk, including shared ones.")
+    disk_total: int
 
 
 class ForkErrorShape(Shape):
@@ -518,6 +533,20 @@ def exec_fields(result: ExecResult) -> dict[str, bytes | int]:
 
 def usage_shape(usage: Usage) -> UsageShape:
     return UsageShape(disk_bytes=usage.disk_bytes, memory_bytes=usage.memory_bytes)
+
+
+def metric_shape(sandbox: Sandbox, sample: Sample) -> MetricShape:
+    sizes = sandbox.resources
+    return MetricShape(
+        timestamp=datetime.fromtimestamp(sample.at, UTC),
+        timestamp_unix=int(sample.at),
+        cpu_count=sizes.cpus,
+        cpu_used_pct=None if sample.cpu_percent is None else round(sample.cpu_percent, 2),
+        mem_used=sample.memory_bytes,
+        mem_total=sizes.memory_mb * _MIB,
+        disk_used=sample.disk_bytes,
+        disk_total=sizes.disk_mb * _MIB,
+    )
 
 
 def fork_error_shape(error: GatewayError, name: str) -> ForkErrorShape:

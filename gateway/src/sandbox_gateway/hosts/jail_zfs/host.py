@@ -6,13 +6,14 @@ A jail's memory cannot be captured: a snapshot contains only a file system, and 
 from __future__ import annotations
 
 import asyncio
+import os
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from pathlib import Path
 
 from sandbox_gateway.config import Config
 from sandbox_gateway.errors import BackendFailed, GatewayError, Invalid, Unsupported
-from sandbox_gateway.hosts.base import Abilities, Endpoint, GuestMount, Log, Scan, Usage, VolumeState
+from sandbox_gateway.hosts.base import Abilities, Endpoint, GuestMount, Load, Log, Scan, Usage, VolumeState
 from sandbox_gateway.hosts.jail_zfs.commands import CommandRunner
 from sandbox_gateway.hosts.jail_zfs.disks import Disks
 from sandbox_gateway.hosts.jail_zfs.jail import rootfs
@@ -265,6 +266,23 @@ class JailZfsHost:
         machine = self._machines.get(sandbox.instance)
         return Usage(disk_bytes, await self._limits.memory_bytes(machine.jail) if machine else 0)
 
+    async def loads(self, sandboxes: Sequence[Sandbox]) -> dict[str, Load]:
+        machines = {
+            sandbox.instance: machine
+            for sandbox in sandboxes
+            if (machine := self._machines.get(sandbox.instance)) and not machine.has_ended
+        }
+        usages = await self._limits.usages([machine.jail for machine in machines.values()])
+        disks = await asyncio.to_thread(lambda: {each: _used_bytes(self._disks.path(each)) for each in machines})
+        return {
+            instance: Load(
+                memory_bytes=usages[machine.jail].get("memoryuse"),
+                disk_bytes=disks[instance],
+                cpu_percent=usages[machine.jail].get("pcpu"),
+            )
+            for instance, machine in machines.items()
+        }
+
     def end_reason(self, sandbox: Sandbox) -> str:
         machine = self._machines.get(sandbox.instance)
         if machine is None:
@@ -274,3 +292,12 @@ class JailZfsHost:
     async def console(self, sandbox: Sandbox) -> str:
         """Return "", because a jail has no console."""
         return ""
+
+
+def _used_bytes(mount_point: Path) -> int | None:
+    """Return the bytes that a mounted ZFS file system references, without a command; None if it is not mounted."""
+    try:
+        status = os.statvfs(mount_point)
+    except OSError:
+        return None
+    return (status.f_blocks - status.f_bfree) * status.f_frsize

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from sandbox_gateway.errors import BackendFailed
 from sandbox_gateway.hosts.jail_zfs.commands import CommandRunner
 from sandbox_gateway.log import Logger
 from sandbox_gateway.records import Resources
 
+_JAILS_PER_COMMAND = 200
 _ABSENT_MESSAGES = ("No such process",)
 
 log = Logger("rctl")
@@ -30,6 +33,17 @@ def parse_usage(text: str) -> dict[str, int]:
     """Parse the output of ``rctl -u``, lines of ``resource=amount``."""
     pairs = (line.strip().partition("=") for line in text.splitlines())
     return {name: int(amount) for name, _, amount in pairs if amount.isascii() and amount.isdigit()}
+
+
+def parse_usages(text: str) -> list[dict[str, int]]:
+    """Parse the output of ``rctl -u`` for several jails: each has the same resources, in the same order."""
+    usages: list[dict[str, int]] = []
+    for line in text.splitlines():
+        parsed = parse_usage(line)
+        if not usages or parsed.keys() & usages[-1].keys():
+            usages.append({})
+        usages[-1].update(parsed)
+    return usages
 
 
 class Limits:
@@ -72,6 +86,17 @@ class Limits:
         if not self.enabled:
             return 0
         return parse_usage(await self._run("rctl", "-u", f"jail:{jail}")).get("memoryuse", 0)
+
+    async def usages(self, jails: Sequence[str]) -> dict[str, dict[str, int]]:
+        """Return the resource usage of each jail; empty if the kernel does not measure it."""
+        usages: list[dict[str, int]] = []
+        for start in range(0, len(jails) if self.enabled else 0, _JAILS_PER_COMMAND):
+            batch = jails[start : start + _JAILS_PER_COMMAND]
+            parsed = parse_usages(await self._run("rctl", "-u", *(f"jail:{jail}" for jail in batch)))
+            if len(parsed) != len(batch):
+                raise BackendFailed(f"rctl -u returned the usage of {len(parsed)} jails instead of {len(batch)}")
+            usages += parsed
+        return dict(zip(jails, usages, strict=True)) if usages else {jail: {} for jail in jails}
 
     async def sweep(self, in_use: set[str]) -> list[str]:
         """Remove the rules of this gateway's jails that are not in ``in_use``. Returns the names of these jails."""

@@ -7,6 +7,7 @@ import contextlib
 import os
 import signal
 import socket
+import time
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 from typing import cast
@@ -14,6 +15,7 @@ from typing import cast
 from qemu.qmp import ExecuteError, QMPClient, QMPError
 
 from sandbox_gateway.errors import BackendFailed, Timeout
+from sandbox_gateway.hosts.base import Load
 from sandbox_gateway.hosts.kvm_xfs.image.layout import Instance
 from sandbox_gateway.hosts.kvm_xfs.qemu.bounded_log import create_log, open_log_of, read_log
 from sandbox_gateway.hosts.kvm_xfs.qemu.command_line import MachineSpec, arguments
@@ -24,6 +26,8 @@ from sandbox_gateway.tasks import clean_up, finish_despite_cancellation
 
 logger = Logger("kvm_xfs")
 
+_PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
+_TICKS_PER_SECOND = os.sysconf("SC_CLK_TCK")
 QMP_SECONDS = 20.0
 _TAIL = 500
 _RESTORE_INTERVAL = 0.005
@@ -166,6 +170,22 @@ class Machine:
             if line.startswith("Pss:"):
                 return int(line.split()[1]) * 1024
         return 0
+
+    def load(self) -> Load | None:
+        """Return the load of the process, including QEMU's own work and memory; None if it has ended."""
+        try:
+            stat = Path(f"/proc/{self.pid}/stat").read_bytes().rpartition(b")")[2].split()
+            resident_pages = int(Path(f"/proc/{self.pid}/statm").read_bytes().split()[1])
+            disk = self.files.disk.stat()
+        except OSError:
+            return None
+        started_at = int(stat[19]) / _TICKS_PER_SECOND
+        return Load(
+            memory_bytes=resident_pages * _PAGE_BYTES,
+            disk_bytes=disk.st_blocks * 512,
+            cpu_seconds=(int(stat[11]) + int(stat[12])) / _TICKS_PER_SECOND,
+            running_seconds=time.clock_gettime(time.CLOCK_BOOTTIME) - started_at,
+        )
 
     def log_tail(self) -> str:
         """Return the tail of QEMU's log in parentheses, to append to a sentence, or "" if the log is empty."""

@@ -1,0 +1,176 @@
+"""Measure what running sandboxes use, and keep a short history in memory.
+
+The numbers come from the host, not from guests, which could claim anything. The history is lost when the gateway ends.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import time
+from array import array
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+
+from sandbox_gateway.engine.context import Context
+from sandbox_gateway.errors import GatewayError
+from sandbox_gateway.hosts.base import Load
+from sandbox_gateway.log import Logger
+from sandbox_gateway.records import Sandbox, SandboxState
+
+SAMPLE_SECONDS = 5.0
+HISTORY_SECONDS = 600.0
+_FRESH_SECONDS = 1.0
+"""Minimum time between two samples: a shorter time measures the CPU use badly."""
+_CURRENT_SECONDS = 3 * SAMPLE_SECONDS
+"""Samples of running sandboxes that are older do not count in the totals."""
+
+log = Logger("engine")
+
+
+@dataclass(frozen=True)
+class Sample:
+    """The resources that a sandbox used at a time. None: the host cannot measure it.
+
+    ``at``: in seconds since 1970; ``cpu_percent``: the average since the previous sample (or since the start of the
+    machine), in percent of all CPUs of the sandbox.
+    """
+
+    at: float
+    cpu_percent: float | None
+    memory_bytes: int | None
+    disk_bytes: int | None
+
+
+_WIDTH = 4
+
+
+@dataclass
+class _History:
+    """The samples of one sandbox. Numbers are packed, because there can be many thousands; NaN stands for None."""
+
+    numbers: array[float] = field(default_factory=lambda: array("d"))
+    instance: str = ""
+    cpu_seconds: float = 0.0
+    measured_at: float = 0.0
+    """The time of the last measurement of this instance's CPU time, on the monotonic clock."""
+
+    def add(self, sample: Sample) -> None:
+        values = (sample.at, sample.cpu_percent, sample.memory_bytes, sample.disk_bytes)
+        self.numbers.extend(math.nan if value is None else value for value in values)
+        oldest = sample.at - HISTORY_SECONDS
+        surplus = sum(at < oldest for at in self.numbers[::_WIDTH])
+        del self.numbers[: surplus * _WIDTH]
+
+    def samples(self) -> Iterator[Sample]:
+        for index in range(0, len(self.numbers), _WIDTH):
+            at, cpu, memory, disk = self.numbers[index : index + _WIDTH]
+            yield Sample(at, None if math.isnan(cpu) else cpu, _integer(memory), _integer(disk))
+
+    @property
+    def newest(self) -> Sample | None:
+        return next(_History(self.numbers[-_WIDTH:]).samples(), None)
+
+
+def _integer(value: float) -> int | None:
+    return None if math.isnan(value) else int(value)
+
+
+class Loads:
+    """Takes a sample of each running sandbox every ``SAMPLE_SECONDS``, and keeps it for ``HISTORY_SECONDS``."""
+
+    def __init__(self, context: Context) -> None:
+        self._host = context.host
+        self._index = context.index
+        self._histories: dict[str, _History] = {}
+        self._has_failed = False
+
+    async def watch(self) -> None:
+        """Take samples at regular intervals. Never returns."""
+        while True:
+            await asyncio.sleep(SAMPLE_SECONDS)
+            for id in self._histories.keys() - self._index.sandboxes.keys():
+                del self._histories[id]
+            try:
+                await self._measure(each for each in self._running() if not self._has_fresh_sample(each))
+            except Exception as error:
+                self._log_failure(error)
+            else:
+                self._has_failed = False
+
+    async def history(self, ref: str, start: float = 0, end: float = math.inf) -> Sequence[Sample]:
+        """Return the samples of a sandbox from ``start`` to ``end``, oldest first; a running one is also measured now.
+
+        A paused sandbox has only those from before its pause.
+        """
+        sandbox = self._index.sandbox(ref)
+        if sandbox.state is SandboxState.RUNNING and end >= time.time() and not self._has_fresh_sample(sandbox):
+            await self._measure([sandbox])
+        history = self._histories.get(sandbox.id)
+        oldest = max(start, time.time() - HISTORY_SECONDS)
+        return [sample for sample in history.samples() if oldest <= sample.at <= end] if history else []
+
+    def current(self) -> Iterator[tuple[Sandbox, Sample]]:
+        """Yield the running sandboxes that were measured recently, with their newest samples."""
+        oldest = time.time() - _CURRENT_SECONDS
+        for sandbox in self._running():
+            newest = self._newest(sandbox)
+            if newest is not None and newest.at >= oldest:
+                yield sandbox, newest
+
+    def _newest(self, sandbox: Sandbox) -> Sample | None:
+        history = self._histories.get(sandbox.id)
+        return history.newest if history else None
+
+    def _has_fresh_sample(self, sandbox: Sandbox) -> bool:
+        newest = self._newest(sandbox)
+        return newest is not None and abs(time.time() - newest.at) < _FRESH_SECONDS
+
+    def _running(self) -> list[Sandbox]:
+        return [each for each in self._index.sandboxes.values() if each.state is SandboxState.RUNNING]
+
+    async def _measure(self, sandboxes: Iterable[Sandbox]) -> None:
+        sandboxes = list(sandboxes)
+        if not sandboxes:
+            return
+        loads = await self._host.loads(sandboxes)
+        at, measured_at = time.time(), time.monotonic()
+        for sandbox in sandboxes:
+            load = loads.get(sandbox.instance)
+            # The sandbox may have been removed or rolled back meanwhile.
+            current = self._index.sandboxes.get(sandbox.id)
+            if load is not None and current is not None and current.instance == sandbox.instance:
+                history = self._histories.setdefault(sandbox.id, _History())
+                cpu = _cpu_percent(history, sandbox, load, measured_at)
+                history.add(Sample(at, cpu, load.memory_bytes, load.disk_bytes))
+
+    def _log_failure(self, error: Exception) -> None:
+        """Log the first of several failures: each of them would be the same."""
+        if not self._has_failed:
+            reason = error.message if isinstance(error, GatewayError) else repr(error)
+            log.warning("the use of resources could not be measured", reason=reason)
+        self._has_failed = True
+
+
+def _cpu_percent(history: _History, sandbox: Sandbox, load: Load, measured_at: float) -> float | None:
+    """Return the CPU use since the last measurement, and store the new one in ``history``."""
+    if load.cpu_percent is not None:
+        return load.cpu_percent / sandbox.resources.cpus
+    if load.cpu_seconds is None:
+        return None
+    used_seconds, seconds = load.cpu_seconds, load.running_seconds
+    if history.instance == sandbox.instance:
+        used_seconds -= history.cpu_seconds
+        seconds = measured_at - history.measured_at
+    history.instance, history.cpu_seconds, history.measured_at = sandbox.instance, load.cpu_seconds, measured_at
+    return max(0.0, 100 * used_seconds / seconds / sandbox.resources.cpus) if seconds > 0 else None
+
+
+def totals(samples: Iterable[tuple[Sandbox, Sample]]) -> dict[str, float]:
+    """Return the sums over sandboxes: ``cpus`` in use, ``memory_bytes`` and ``disk_bytes``."""
+    sums = {"cpus": 0.0, "memory_bytes": 0.0, "disk_bytes": 0.0}
+    for sandbox, sample in samples:
+        sums["cpus"] += (sample.cpu_percent or 0) / 100 * sandbox.resources.cpus
+        sums["memory_bytes"] += sample.memory_bytes or 0
+        sums["disk_bytes"] += sample.disk_bytes or 0
+    return sums

@@ -1,0 +1,145 @@
+"""The engine measures running sandboxes, and keeps a bounded history."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from sandbox_gateway.engine import loads
+from sandbox_gateway.errors import BackendFailed, NotFound
+from sandbox_gateway.hosts.base import Load
+from sandbox_gateway.records import Sandbox
+from tests.api.memory_host import MemoryHost
+from tests.support.memory_engine import create, open_engine, wait_until
+
+
+class _Host(MemoryHost):
+    """A host that returns ``load`` for each machine, and counts the calls."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.load = Load(memory_bytes=5 << 20, disk_bytes=7 << 20, cpu_seconds=3.0, running_seconds=6.0)
+        self.measured: list[list[str]] = []
+        self.fails = False
+
+    async def loads(self, sandboxes: Sequence[Sandbox]) -> dict[str, Load]:
+        self.measured.append([sandbox.name for sandbox in sandboxes])
+        if self.fails:
+            raise BackendFailed("no numbers today")
+        return {sandbox.instance: self.load for sandbox in sandboxes if sandbox.instance in self.machines}
+
+
+@pytest.fixture
+def quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(loads, "SAMPLE_SECONDS", 0.02)
+    monkeypatch.setattr(loads, "_FRESH_SECONDS", 0.0)
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> list[float]:
+    """Both clocks of the module; the list's only entry is the time."""
+    now = [1000.0]
+    monkeypatch.setattr(loads, "time", SimpleNamespace(time=lambda: now[0], monotonic=lambda: now[0]))
+    return now
+
+
+async def test_a_request_measures_a_running_sandbox(tmp_path: Path) -> None:
+    host = _Host()
+    async with open_engine(tmp_path, host) as engine:
+        await create(engine, "one", cpus=2, cold_start=True)
+        before = time.time()
+        (sample,) = await engine.loads.history("one")
+        assert before <= sample.at <= time.time()
+        # Since the start of the machine: half a CPU of two.
+        assert (sample.cpu_percent, sample.memory_bytes, sample.disk_bytes) == (25.0, 5 << 20, 7 << 20)
+        assert list(await engine.loads.history("one")) == [sample] and len(host.measured) == 1, "it is fresh"
+        assert await engine.loads.history("one", end=before - 1) == [] and len(host.measured) == 1
+        with pytest.raises(NotFound):
+            await engine.loads.history("two")
+
+
+async def test_cpu_use_is_the_average_since_the_last_sample(
+    tmp_path: Path, clock: list[float], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    host = _Host()
+    async with open_engine(tmp_path, host) as engine:
+        sandbox = await create(engine, "one", cpus=2, cold_start=True)
+        for at, cpu_seconds in ((1000.0, 3.0), (1010.0, 23.0), (1020.0, 23.0)):
+            clock[0] = at
+            host.load = Load(cpu_seconds=cpu_seconds, running_seconds=6.0)
+            samples = await engine.loads.history("one")
+        assert [sample.cpu_percent for sample in samples] == [25.0, 100.0, 0.0]
+        assert {sample.memory_bytes for sample in samples} == {None}, "what is not measured is not invented"
+        snapshot = await engine.snapshots.create("one")
+        await engine.sandboxes.rollback(sandbox.id, snapshot.id)
+        clock[0] = 1030.0
+        host.load = Load(cpu_seconds=1.0, running_seconds=5.0)
+        samples = await engine.loads.history("one")
+        assert [sample.cpu_percent for sample in samples] == [25.0, 100.0, 0.0, 10.0], "the machine is a new one"
+        clock[0] = 1040.0
+        host.load = Load(cpu_percent=150)
+        assert (await engine.loads.history("one"))[-1].cpu_percent == 75.0
+        host.load = Load()
+        clock[0] = 1050.0
+        assert (await engine.loads.history("one"))[-1].cpu_percent is None
+
+
+async def test_the_history_is_bounded_and_filtered(tmp_path: Path, clock: list[float]) -> None:
+    async with open_engine(tmp_path, _Host()) as engine:
+        await create(engine, "one")
+        for number in range(300):
+            clock[0] = 1000.0 + 5 * number
+            await engine.loads.history("one")
+        samples = await engine.loads.history("one")
+        assert len(samples) == loads.HISTORY_SECONDS / 5 + 1
+        assert samples[0].at == clock[0] - loads.HISTORY_SECONDS and samples[-1].at == clock[0]
+        filtered = await engine.loads.history("one", start=clock[0] - 20, end=clock[0] - 10)
+        assert [sample.at - clock[0] for sample in filtered] == [-20, -15, -10]
+
+
+@pytest.mark.usefixtures("quick")
+async def test_only_running_sandboxes_are_measured_regularly(tmp_path: Path) -> None:
+    host = _Host()
+    async with open_engine(tmp_path, host) as engine:
+        assert host.measured == []
+        one = await create(engine, "one")
+        await create(engine, "two")
+        await engine.sandboxes.pause("two")
+        await wait_until(lambda: host.measured.count(["one"]) > 5)
+        host.measured.clear()
+        await wait_until(lambda: len(host.measured) > 5)
+        assert {name for names in host.measured for name in names} == {"one"}
+        measured = len(await engine.loads.history("two"))
+        assert len(await engine.loads.history("two")) == measured, "the history of a paused sandbox does not grow"
+        assert [(sandbox.id, sample.memory_bytes) for sandbox, sample in engine.loads.current()] == [(one.id, 5 << 20)]
+        await engine.sandboxes.delete("one")
+        await engine.sandboxes.delete("two")
+        await wait_until(lambda: not engine.loads._histories)
+
+
+@pytest.mark.usefixtures("quick")
+async def test_a_failed_measurement_is_logged_once_and_repeated(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    host = _Host()
+    host.fails = True
+    async with open_engine(tmp_path, host) as engine:
+        await create(engine, "one")
+        await wait_until(lambda: len(host.measured) > 5)
+        assert caplog.text.count("the use of resources could not be measured") == 1
+        assert list(engine.loads.current()) == []
+        host.fails = False
+        await wait_until(lambda: list(engine.loads.current()))
+
+
+def test_a_history_is_small() -> None:
+    """1000 sandboxes for ten minutes must not need more than a few MiB."""
+    history = loads._History()
+    for number in range(120):
+        history.add(loads.Sample(5.0 * number, 1.0, 1 << 30, None))
+    assert history.numbers.itemsize * len(history.numbers) < 4000
+    assert history.newest == loads.Sample(595.0, 1.0, 1 << 30, None)
