@@ -15,8 +15,9 @@ import pytest
 from sandbox_gateway import zfs
 from sandbox_gateway.engine.spec import ForkSpec
 from sandbox_gateway.errors import BackendFailed, Busy, GatewayError, Unsupported
+from sandbox_gateway.hosts.jail_zfs.storage.property_codec import HEAD, QUARANTINE
 from sandbox_gateway.recipes import Recipe
-from sandbox_gateway.records import Resources
+from sandbox_gateway.records import Resources, SandboxState
 from sandbox_gateway.zfs import run as zfs_run
 from sandbox_gateway.zfs.causes import Cause
 from tests.jail_zfs import pools
@@ -125,6 +126,24 @@ def test_a_snapshot_survives_the_deletion_of_its_sandbox(make_live: Callable[...
     assert zfs.lzc_exists(restarted.engine.snapshots.get("mark").host["zfsSnapshot"])
     fork = restarted.do(restarted.engine.forks.create("mark", ForkSpec()))
     assert restarted.shell(fork.id, "cat /root/kept").strip() == "kept"
+
+
+def test_a_gateway_that_refuses_newer_records_leaves_its_jails_alone(make_live: Callable[..., Live]) -> None:
+    live = make_live()
+    live.do(live.engine.forks.create(TEMPLATE, ForkSpec(names=["box"])))
+    box = live.sandbox("box")
+    dataset = f"{live.config.jail_zfs.dataset}/sandboxes/{box.instance}"
+    live.close()
+    record = zfs.local_props(dataset)[HEAD]
+    zfs.lzc_set_prop(dataset, HEAD, record.replace('"format":1', '"format":2'))
+    with pytest.raises(BackendFailed, match=r"newer release of the gateway \(its format is 2"):
+        make_live(config=live.config)
+    assert QUARANTINE not in zfs.local_props(dataset)
+    zfs.lzc_set_prop(dataset, HEAD, record)
+    restarted = make_live(config=live.config)
+    assert restarted.sandbox("box").state is SandboxState.RUNNING
+    assert restarted.sandbox("box").instance == box.instance
+    assert restarted.shell("box", "echo alive").strip() == "alive"
 
 
 def test_a_snapshot_destroyed_with_zfs_is_not_listed_after_a_restart(make_live: Callable[..., Live]) -> None:

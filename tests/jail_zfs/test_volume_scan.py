@@ -146,6 +146,17 @@ def test_damaged_snapshot_records_are_quarantined() -> None:
     assert findings.snapshots == [] and len(findings.marks.quarantined) == 2
 
 
+def test_records_of_a_newer_release_are_neither_damaged_nor_leftovers() -> None:
+    head = encode(VOLUME, 1)[HEAD].replace('"v":1', '"v":2')
+    findings = Tree().add(dataset_name(VOLUME), {HEAD: head}).interpret()
+    assert list(findings.marks.newer) == [dataset_name(VOLUME)]
+    assert (findings.marks.quarantined, findings.volumes, findings.uncommitted) == ({}, [], [])
+    head = encode(SNAPSHOT, 1)[HEAD].replace('"format":1', '"format":2')
+    name = f"{dataset_name(VOLUME)}@{SNAPSHOT.id}"
+    findings = Tree().volume(VOLUME).add(name, {volume_snapshot_head(SNAPSHOT.id): head}).interpret()
+    assert (list(findings.marks.newer), findings.marks.quarantined) == ([name], {})
+
+
 def test_a_volume_snapshot_without_its_sandbox_snapshot_is_orphaned() -> None:
     valid, orphaned, hidden = (
         VolumeSnapshot(name=f"s{n}", volume=VOLUME.id, size_mb=64, sandbox_snapshot=str(n) * 12) for n in range(3)

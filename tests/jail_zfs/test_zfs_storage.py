@@ -246,6 +246,22 @@ def test_damaged_properties_do_not_prevent_a_scan(storage: ZfsStorage) -> None:
     assert QUARANTINE not in zfs.local_props(storage.instances.dataset(damaged.instance))
 
 
+def test_a_record_of_a_newer_release_is_refused_before_anything_changes(storage: ZfsStorage) -> None:
+    base = _create_base(storage)
+    sandbox = _create_sandbox(storage, base)
+    storage.instances.clone(base.id, new_id())  # It was never committed, so a scan would remove it.
+    dataset = storage.instances.dataset(sandbox.instance)
+    record = zfs.local_props(dataset)[HEAD]
+    newer = record.replace('"state":"running"', '"state":"frozen"')
+    pools.run("zfs", "set", f"{HEAD}={newer}", dataset)
+    before = (_names(storage), zfs.local_tree(storage.root.dataset))
+    with pytest.raises(BackendFailed, match=f"{dataset} was written by a newer release .*its state is 'frozen'"):
+        _reopen(storage).scan()
+    assert (_names(storage), zfs.local_tree(storage.root.dataset)) == before
+    pools.run("zfs", "set", f"{HEAD}={record}", dataset)
+    assert _reopen(storage).scan().sandboxes == [sandbox]
+
+
 @pytest.mark.parametrize("value", ["x\tlocal\nb\tc", "x\tlocal\n{root}/sandboxes/a\tb:c"])
 def test_an_ambiguous_value_does_not_hide_other_records(storage: ZfsStorage, value: str) -> None:
     base = _create_base(storage)

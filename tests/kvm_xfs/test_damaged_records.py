@@ -9,6 +9,7 @@ import pytest
 
 from sandbox_gateway.config import Config
 from sandbox_gateway.engine.spec import ForkSpec, MountSpec
+from sandbox_gateway.errors import BackendFailed
 from sandbox_gateway.records import SandboxState
 from tests.support.live import Live
 from tests.support.waiting import eventually
@@ -80,6 +81,26 @@ def test_a_sandbox_saved_while_its_volume_is_damaged_keeps_the_mount(gateway: Re
     assert [(each.volume, each.path) for each in live.sandbox("box").mounts] == [(volume.id, "/data")]
     live.do(live.engine.sandboxes.resume("box"))
     assert read(live, "/data/file") == "kept"
+
+
+def test_a_gateway_that_refuses_newer_records_leaves_its_machines_alone(gateway: RestartableGateway) -> None:
+    live = gateway.live
+    live.do(live.engine.forks.create(TEMPLATE, ForkSpec(names=["box"])))
+    live.do(live.engine.snapshots.create("box", name="mark"))
+    manifest = gateway.root / "snapshots" / live.engine.snapshots.get("mark").id / "manifest.json"
+    live.close()
+    record = manifest.read_text()
+    manifest.write_text(record.replace('"kind": "snapshot"', '"kind": "dream"'))
+    (gateway.root / "snapshots" / ".partial-0").mkdir()
+    before = sorted(gateway.root.rglob("*"))
+    with pytest.raises(BackendFailed, match=rf"{manifest} was written by a newer release .*its kind is 'dream'"):
+        gateway.open()
+    assert sorted(gateway.root.rglob("*")) == before
+    manifest.write_text(record)
+    live = gateway.live = gateway.open()
+    assert not (gateway.root / "snapshots" / ".partial-0").exists()
+    assert live.sandbox("box").state is SandboxState.RUNNING
+    assert live.shell("box", "echo alive").strip() == "alive"
 
 
 def test_detach_removes_a_missing_volume_by_its_id(gateway: RestartableGateway) -> None:

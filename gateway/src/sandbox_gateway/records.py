@@ -2,18 +2,30 @@
 
 A record contains all metadata of an object. A host stores it with the object, in a manifest beside the images or in
 user properties of a dataset, and returns it from a scan. There is no other database.
+
+A record contains its ``format``. Every release reads the records of the release before it, and writes them in its own
+format. A release that only adds fields or values keeps the format: an older release keeps fields that it does not know
+when it saves a record, and does not start if it finds a value that it does not know.
 """
 
 from __future__ import annotations
 
 import re
 import secrets
+from collections.abc import Mapping
 from datetime import UTC, datetime
 from enum import StrEnum
-from typing import Annotated, Any
+from typing import Annotated, Any, TypeVar
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validator
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, model_validator
 
+from sandbox_gateway.errors import BackendFailed
+
+FORMAT = 1
+"""The format of the records that this release writes. Increase it if an older release would misread a record.
+
+Records without a format have format 1.
+"""
 NAME_PATTERN = r"[A-Za-z0-9][A-Za-z0-9_.-]{0,63}"
 _NAME = re.compile(NAME_PATTERN)
 
@@ -42,11 +54,25 @@ Name = Annotated[str, AfterValidator(check_name)]
 Id = Annotated[str, Field(pattern=r"^[0-9a-f]{12}$")]
 
 
-class _Record(BaseModel):
-    model_config = ConfigDict(extra="ignore")
+class _Part(BaseModel):
+    """A record or a part of one. Keeps fields of a newer release, so that saving a record does not lose them."""
+
+    model_config = ConfigDict(extra="allow")
 
 
-class Resources(_Record):
+class _Record(_Part):
+    format: int = FORMAT
+
+    @model_validator(mode="before")
+    @classmethod
+    def _upgrade(cls, record: Any) -> Any:
+        """Convert a record of an older format."""
+        if isinstance(record, dict) and isinstance(record.get("format", 1), int):
+            record = {**record, "format": FORMAT}
+        return record
+
+
+class Resources(_Part):
     """The resources of a sandbox. Units: whole virtual CPUs, MiB of memory, MiB of disk."""
 
     cpus: int = Field(default=1, ge=1, le=256)
@@ -54,7 +80,7 @@ class Resources(_Record):
     disk_mb: int = Field(default=2048, ge=64, le=1 << 26)
 
 
-class NetworkPolicy(_Record):
+class NetworkPolicy(_Part):
     """Network access of a sandbox. A sandbox can never reach the host's own services or other sandboxes."""
 
     allow_internet: bool = True
@@ -70,7 +96,7 @@ class NetworkPolicy(_Record):
         return self.allow_internet or bool(self.allow_out)
 
 
-class Mount(_Record):
+class Mount(_Part):
     """The mount of a volume in one sandbox."""
 
     volume: Id
@@ -79,7 +105,7 @@ class Mount(_Record):
     read_only: bool = False
 
 
-class VolumeCapture(_Record):
+class VolumeCapture(_Part):
     """The snapshot of a volume that is part of a sandbox's snapshot, taken in the same pause."""
 
     volume: Id
@@ -183,6 +209,7 @@ class Sandbox(_Record):
         """Rename the field ``life``, the name of ``timeout`` in records of older releases."""
         if isinstance(record, dict) and "life" in record:
             record = {"timeout": record["life"], **record}
+            del record["life"]
         return record
 
     @property
@@ -223,17 +250,12 @@ class Memory(StrEnum):
     LIVE = "live"
     """Like SOFT_DIRTY or WRITTEN, but most pages were copied while the machine ran."""
 
-    @classmethod
-    def _missing_(cls, value: object) -> Memory:
-        """Read a mode of a newer release as FULL, because its image is complete too."""
-        return cls.FULL
-
 
 class SnapshotStatus(StrEnum):
     READY = "ready"
 
 
-class Retention(_Record):
+class Retention(_Part):
     """A rule that says which snapshots of a sandbox to keep.
 
     A snapshot is kept if ``keep_last`` or ``keep_daily`` selects it and it is not older than ``max_age``. If neither of
@@ -298,3 +320,39 @@ class Snapshot(_Record):
 
 
 Record = Sandbox | Snapshot | Volume | VolumeSnapshot
+
+
+class NewerFormat(Exception):
+    """A newer release wrote a record, and this release cannot read it. The message is the reason, as a clause."""
+
+
+AnyRecord = TypeVar("AnyRecord", bound=_Record)
+
+
+def parse_record(kind: type[AnyRecord], data: Any) -> AnyRecord:
+    """Return the record in ``data``, which was parsed from JSON. Raises NewerFormat, and ValidationError if damaged."""
+    written = data.get("format") if isinstance(data, dict) else None
+    if isinstance(written, int) and written > FORMAT:
+        raise NewerFormat(f"its format is {written}, and this release reads formats up to {FORMAT}")
+    try:
+        return kind.model_validate(data)
+    except ValidationError as error:
+        problems = error.errors(include_url=False, include_context=False)
+        if all(problem["type"] == "enum" and isinstance(problem["input"], str) for problem in problems):
+            field = ".".join(str(step) for step in problems[0]["loc"])
+            raise NewerFormat(
+                f"its {field} is {problems[0]['input'][:40]!r}, which this release does not know"
+            ) from None
+        raise
+
+
+def refuse_newer(found: Mapping[str, str]) -> None:
+    """Raise BackendFailed if ``found`` contains records that only a newer release can read: location → reason."""
+    if not found:
+        return
+    location, reason = next(iter(found.items()))
+    more = {1: "", 2: ", as was 1 other record"}.get(len(found), f", as were {len(found) - 1} other records")
+    raise BackendFailed(
+        f"{location} was written by a newer release of the gateway ({reason}){more}. Nothing was changed. Install the "
+        "newer release again; to use this release, first delete these objects with the newer one"
+    )

@@ -12,7 +12,7 @@ from pydantic import ValidationError
 
 from sandbox_gateway.errors import Invalid
 from sandbox_gateway.recipes import Recipe, source_digest
-from sandbox_gateway.records import NAME_PATTERN, Sandbox, Snapshot, check_name, now
+from sandbox_gateway.records import NAME_PATTERN, Sandbox, check_name, now
 
 texts = st.text(max_size=40)
 
@@ -26,10 +26,6 @@ def test_a_sandbox_record_survives_a_round_trip(metadata: dict[str, str], env: d
 def test_the_timeout_of_an_older_record_is_converted() -> None:
     assert Sandbox.model_validate({"name": "a", "life": 60.0}).timeout == 60
     assert "life" not in Sandbox(name="a", timeout=60).model_dump()
-
-
-def test_fields_of_a_newer_gateway_are_ignored() -> None:
-    assert Snapshot.model_validate({"names": ["a"], "of_the_future": 1}).names == ["a"]
 
 
 @given(name=st.from_regex(NAME_PATTERN, fullmatch=True))

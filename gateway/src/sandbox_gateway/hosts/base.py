@@ -124,7 +124,11 @@ class Host(Protocol):
         """Release the host; machines keep running."""
 
     async def scan(self) -> Scan:
-        """Remove uncommitted objects, then return all existing objects and running machines."""
+        """Remove uncommitted objects, then return all existing objects and running machines.
+
+        Raises BackendFailed, before anything is changed, if a newer release has written a record that this release
+        cannot read.
+        """
 
     def guest_digest(self) -> str:
         """Return `guest_digest.digest_guest` for templates of this host. This may read files."""

@@ -11,16 +11,16 @@ import errno
 import json
 import os
 import shutil
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import TypeVar
 
-from pydantic import BaseModel, ValidationError
+from pydantic import ValidationError
 
+from sandbox_gateway.config import explain
 from sandbox_gateway.errors import BackendFailed, NoSpace
 from sandbox_gateway.log import Logger
-from sandbox_gateway.records import now
+from sandbox_gateway.records import AnyRecord, NewerFormat, Record, now, parse_record
 
 log = Logger("records")
 
@@ -28,20 +28,33 @@ PARTIAL = ".partial-"
 MANIFEST = "manifest.json"
 _DAMAGED = ".damaged"
 
-Record = TypeVar("Record", bound=BaseModel)
 
-
-def read_record(directory: Path, kind: type[Record]) -> Record:
-    """Read the record in a directory. Raises ValueError with the reason."""
+def read_record(directory: Path, kind: type[AnyRecord]) -> AnyRecord:
+    """Read the record in a directory. Raises ValueError with the reason, or NewerFormat."""
     try:
-        return kind.model_validate_json((directory / MANIFEST).read_bytes())
+        return parse_record(kind, json.loads((directory / MANIFEST).read_bytes()))
     except FileNotFoundError:
         raise ValueError("it has no manifest") from None
-    except (OSError, ValidationError) as error:
-        raise ValueError(f"its manifest cannot be read: {str(error).splitlines()[0]}") from None
+    except ValidationError as error:
+        raise ValueError(f"its manifest cannot be read: {explain(error)[:500]}") from None
+    except (OSError, ValueError, RecursionError) as error:
+        raise ValueError(f"its manifest cannot be read: {error}") from None
 
 
-def write_record(directory: Path, record: BaseModel, *, durable: bool = True) -> None:
+def find_newer(directories: Iterable[Path], kind: type[AnyRecord]) -> dict[str, str]:
+    """Return the paths of the manifests that only a newer release can read, with the reasons."""
+    found = {}
+    for directory in directories:
+        try:
+            read_record(directory, kind)
+        except NewerFormat as error:
+            found[str(directory / MANIFEST)] = str(error)
+        except ValueError:
+            pass  # It is damaged or was never committed. The scan finds it again.
+    return found
+
+
+def write_record(directory: Path, record: Record, *, durable: bool = True) -> None:
     """Write the record of a directory atomically: after a crash, either the old or the new record exists.
 
     If not ``durable``, this holds only for a crash of this process, not of the host.

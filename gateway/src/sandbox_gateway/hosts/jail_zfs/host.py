@@ -52,6 +52,7 @@ class JailZfsHost:
         self.boot_seconds = self.resume_seconds = config.jail_zfs.boot_seconds
         state, prefix = config.host.state_root, config.network.prefix
         self._opened = False
+        self._scanned = False
         self._background = BackgroundTasks(log)
         self._run = CommandRunner(environment)
         self._storage = ZfsStorage(config.jail_zfs.dataset, lock_directory=state)
@@ -106,7 +107,7 @@ class JailZfsHost:
         self._opened = False
         await self._background.cancel()
         try:
-            if not self._machines:
+            if self._scanned and not self._machines:  # Before the scan, jails that are not registered may run.
                 await self._network.close()
         except GatewayError as error:
             log.warning("the bridge or the packet filter's rules could not be removed", reason=error.message)
@@ -115,6 +116,7 @@ class JailZfsHost:
 
     async def scan(self) -> Scan:
         scan = await self._recovery.scan()
+        self._scanned = True
         self._background.start(self._watcher.run())
         return scan
 

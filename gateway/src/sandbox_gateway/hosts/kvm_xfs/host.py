@@ -45,6 +45,7 @@ from sandbox_gateway.records import (
     SnapshotKind,
     Volume,
     VolumeSnapshot,
+    refuse_newer,
 )
 from sandbox_gateway.tasks import BackgroundTasks, clean_up, finish_despite_cancellation
 
@@ -109,6 +110,7 @@ class KvmXfsHost:
         return Platform(accelerator.name, accelerator.cpu_model, self._config.kvm_xfs.machine, accelerator.qemu_version)
 
     async def scan(self) -> Scan:
+        self._refuse_newer_records()
         scan = Scan()
         for parent in (self._layout.templates, self._layout.snapshots, self._layout.sandboxes):
             scan.repaired += [f"removed {name}, which was never committed" for name in directory_records.sweep(parent)]
@@ -124,6 +126,15 @@ class KvmXfsHost:
         await self._volumes.adopt(scan, self._machines.addresses())
         self._remove_strays(scan)
         return scan
+
+    def _refuse_newer_records(self) -> None:
+        layout, directories, find_newer = self._layout, directory_records.directories, directory_records.find_newer
+        refuse_newer(
+            find_newer([*directories(layout.templates), *directories(layout.snapshots)], Snapshot)
+            | find_newer(directories(layout.sandboxes), Sandbox)
+            | find_newer(directories(layout.volumes), Volume)
+            | find_newer(layout.volume_snapshots(), VolumeSnapshot)
+        )
 
     def _remove_strays(self, scan: Scan) -> None:
         """Remove the files of sandboxes that were never committed. Their machines have already been stopped."""

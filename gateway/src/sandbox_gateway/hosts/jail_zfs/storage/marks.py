@@ -22,6 +22,8 @@ def is_retired(canmount: Property, has_record: bool) -> bool:
 
 @dataclass
 class Marks:
+    newer: dict[str, str] = field(default_factory=dict)
+    """Datasets and snapshots whose records only a newer release can read, with the reason."""
     quarantined: dict[str, str] = field(default_factory=dict)
     """Datasets and snapshots whose records cannot be read or conflict, with the reason in ASCII."""
     to_mark: dict[str, str] = field(default_factory=dict)

@@ -18,8 +18,10 @@ from pydantic import ValidationError
 
 from sandbox_gateway.config import explain
 from sandbox_gateway.errors import Invalid
-from sandbox_gateway.records import Record, Sandbox, Snapshot, Volume, VolumeSnapshot
+from sandbox_gateway.records import NewerFormat, Record, Sandbox, Snapshot, Volume, VolumeSnapshot, parse_record
 
+_VERSION = 1
+"""The version of the encoding, ``v``. The format of the record itself is ``records.FORMAT``."""
 HEAD = "sandbox:record"
 QUARANTINE = "sandbox:quarantine"
 """The property that records why the gateway does not touch a dataset or snapshot."""
@@ -54,7 +56,7 @@ def encode(record: Record, generation: int) -> dict[str, str]:
             f"the record of {kind} {record.id} is {len(text)} bytes long, but the limit is {_RECORD_MAX}: "
             "shorten its metadata, its environment or its recipe"
         )
-    head: dict[str, Any] = {"v": 1, "kind": kind, "generation": generation}
+    head: dict[str, Any] = {"v": _VERSION, "kind": kind, "generation": generation}
     if len(text) <= _INLINE_MAX:
         return {HEAD: f'{_json(head)[:-1]},"record":{text}}}'}
     parts = [text[start : start + _PART_SIZE] for start in range(0, len(text), _PART_SIZE)]
@@ -63,12 +65,18 @@ def encode(record: Record, generation: int) -> dict[str, str]:
 
 
 def decode(props: Mapping[str, str], kind: Kind) -> StoredRecord:
-    """Return the record in properties that ``encode`` returned. Raises ValueError, with the defect, for others."""
+    """Return the record in properties that ``encode`` returned.
+
+    Raises ValueError, with the defect, for other properties, and NewerFormat for those of a newer release.
+    """
     if HEAD not in props:
         raise ValueError(f"the property {HEAD} is missing")
     head = _parse_object(props[HEAD], HEAD)
     generation = head.get("generation")
-    if head.get("v") != 1 or not isinstance(generation, int) or isinstance(generation, bool) or generation < 0:
+    version = head.get("v")
+    if isinstance(version, int) and version > _VERSION:
+        raise NewerFormat(f"its encoding has version {version}, and this release reads version {_VERSION}")
+    if version != _VERSION or not isinstance(generation, int) or isinstance(generation, bool) or generation < 0:
         raise ValueError(f"the property {HEAD} has an unknown version")
     if head.get("kind") != kind:
         raise ValueError(f"expected the record of a {kind}, but found the record of a {str(head.get('kind'))[:20]}")
@@ -76,7 +84,7 @@ def decode(props: Mapping[str, str], kind: Kind) -> StoredRecord:
         head.get("record") if "parts" not in head else _parse_object(_join_parts(props, head, generation), "its parts")
     )
     try:
-        return StoredRecord(generation, _KINDS[kind].model_validate(data))
+        return StoredRecord(generation, parse_record(_KINDS[kind], data))
     except ValidationError as error:
         raise ValueError(explain(error)[:500]) from None
 

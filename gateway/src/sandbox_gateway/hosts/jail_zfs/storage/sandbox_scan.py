@@ -9,7 +9,7 @@ from typing import Literal, NamedTuple
 from sandbox_gateway.hosts.jail_zfs.storage.marks import Facts, Marks, UserProperties, is_retired
 from sandbox_gateway.hosts.jail_zfs.storage.property_codec import HEAD, QUARANTINE, StoredRecord, decode, stale_parts
 from sandbox_gateway.hosts.jail_zfs.storage.root import RETIRED, SANDBOXES, TEMPLATE, VOLUMES
-from sandbox_gateway.records import Sandbox, Snapshot
+from sandbox_gateway.records import NewerFormat, Sandbox, Snapshot
 
 
 @dataclass
@@ -138,6 +138,9 @@ class _Reader:
     def _decode(self, name: str, kind: Literal["sandbox", "snapshot"]) -> StoredRecord | None:
         try:
             return decode(self._props(name), kind)
+        except NewerFormat as error:
+            self.findings.marks.newer[name] = str(error)
+            return None
         except ValueError as error:
             self._quarantine(name, str(error))
             return None

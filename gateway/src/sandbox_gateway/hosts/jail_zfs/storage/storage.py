@@ -38,7 +38,7 @@ from sandbox_gateway.hosts.jail_zfs.storage.volume_scan import VOLUME_FACTS, int
 from sandbox_gateway.hosts.jail_zfs.storage.volume_snapshots import VolumeSnapshots
 from sandbox_gateway.hosts.jail_zfs.storage.volumes import VolumeStorage
 from sandbox_gateway.hosts.jail_zfs.storage.zfs_errors import translate_errors
-from sandbox_gateway.records import Sandbox, Snapshot, Volume, VolumeSnapshot
+from sandbox_gateway.records import Sandbox, Snapshot, Volume, VolumeSnapshot, refuse_newer
 
 
 @dataclass
@@ -98,12 +98,14 @@ class ZfsStorage:
 
         Leftovers of volumes are found but not removed: ``volumes.sweep`` removes them when no jail uses them any more.
         ``teardown(instance)`` is called before an instance is removed, to stop the processes in it. If it raises an
-        exception, the error is reported and the instance stays until the next scan.
+        exception, the error is reported and the instance stays until the next scan. Raises BackendFailed, before
+        anything is changed, if a newer release has written a record that this release cannot read.
         """
         with self.root.tree_lock:
             root = self.root.dataset
             facts, local = zfs.get_tree(root, VOLUME_FACTS), zfs.local_tree(root)
             findings, volume_findings = interpret_sandboxes(root, facts, local), interpret_volumes(root, facts, local)
+            refuse_newer(findings.marks.newer | volume_findings.marks.newer)
             with self.root.index_lock:
                 self._names.load(findings.snapshot_names)
                 self._records.load(findings.generations, findings.multipart)

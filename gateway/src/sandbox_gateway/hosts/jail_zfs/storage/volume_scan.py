@@ -9,7 +9,7 @@ from typing import NamedTuple
 from sandbox_gateway.hosts.jail_zfs.storage.marks import FACTS, Facts, Marks, UserProperties, is_retired
 from sandbox_gateway.hosts.jail_zfs.storage.property_codec import HEAD, QUARANTINE, decode, volume_snapshot_head
 from sandbox_gateway.hosts.jail_zfs.storage.root import VOLUMES
-from sandbox_gateway.records import Volume, VolumeSnapshot
+from sandbox_gateway.records import NewerFormat, Volume, VolumeSnapshot
 
 VOLUME_FACTS = (*FACTS, "mounted", "refquota")
 """The native properties that ``interpret_volumes`` needs of every dataset and snapshot."""
@@ -115,6 +115,9 @@ class _Reader:
                 assert isinstance(record, Volume)
                 if record.id != key[0]:
                     raise ValueError(f"its record belongs to the volume {record.id}")
+            except NewerFormat as error:
+                self.findings.marks.newer[name] = str(error)
+                return
             except ValueError as error:
                 self._quarantine(name, key[0], str(error))
                 return
@@ -180,6 +183,9 @@ class _Reader:
                 assert isinstance(record, VolumeSnapshot)
                 if (record.id, record.volume) != (snapshot_id, key[0]):
                     raise ValueError(f"its record belongs to {record.id}, a snapshot of {record.volume}")
+            except NewerFormat as error:
+                self.findings.marks.newer[name] = str(error)
+                continue
             except ValueError as error:
                 self.findings.marks.quarantine(name, props, str(error))
                 continue

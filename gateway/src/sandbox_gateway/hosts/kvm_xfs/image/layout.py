@@ -21,6 +21,9 @@ from pathlib import Path
 from sandbox_gateway.hosts.directory_records import directories
 from sandbox_gateway.records import Sandbox, Snapshot, SnapshotKind
 
+VOLUME_SNAPSHOTS = "snapshots"
+"""The directory of a volume's snapshots, in the volume's directory."""
+
 
 class Layout:
     """Paths below one state root."""
@@ -66,6 +69,11 @@ class Layout:
     def instances(self) -> Iterator[Path]:
         for sandbox in directories(self.sandboxes):
             yield from directories(sandbox)
+
+    def volume_snapshots(self) -> Iterator[Path]:
+        for volume in directories(self.volumes):
+            if (volume / VOLUME_SNAPSHOTS).is_dir():
+                yield from directories(volume / VOLUME_SNAPSHOTS)
 
 
 class Instance:

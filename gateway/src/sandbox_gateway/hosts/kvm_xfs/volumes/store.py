@@ -23,14 +23,13 @@ from sandbox_gateway.hosts import directory_records
 from sandbox_gateway.hosts.base import Scan
 from sandbox_gateway.hosts.directory_records import MANIFEST, PARTIAL, Quarantine
 from sandbox_gateway.hosts.kvm_xfs.image import reflink
-from sandbox_gateway.hosts.kvm_xfs.image.layout import Layout
+from sandbox_gateway.hosts.kvm_xfs.image.layout import VOLUME_SNAPSHOTS, Layout
 from sandbox_gateway.hosts.kvm_xfs.network.addresses import VOLUME_PORTS
 from sandbox_gateway.hosts.kvm_xfs.volumes.file_system import format_image
 from sandbox_gateway.hosts.kvm_xfs.volumes.pending_snapshots import IMAGE, PendingSnapshot
 from sandbox_gateway.hosts.kvm_xfs.volumes.ports import Ports
 from sandbox_gateway.records import Volume, VolumeSnapshot
 
-_SNAPSHOTS = "snapshots"
 _NEW = f"{PARTIAL}new.img"
 _OLD = f"{PARTIAL}old.img"
 
@@ -61,7 +60,7 @@ class VolumeStore:
         """Create a volume of at least ``volume.size_mb`` MiB, empty or from ``source``. On failure, it is removed."""
         final = self._root / volume.id
         with _partial_directory(final) as partial:
-            (partial / _SNAPSHOTS).mkdir(mode=0o700)
+            (partial / VOLUME_SNAPSHOTS).mkdir(mode=0o700)
             if source is None:
                 await _format(partial / IMAGE, volume)
             else:
@@ -124,7 +123,7 @@ class VolumeStore:
                 (self._root / volume / name).unlink(missing_ok=True)
 
     def _snapshot(self, snapshot: VolumeSnapshot) -> Path:
-        return self._root / snapshot.volume / _SNAPSHOTS / snapshot.id
+        return self._root / snapshot.volume / VOLUME_SNAPSHOTS / snapshot.id
 
     # -- scanning ---------------------------------------------------------------------------------------------------
 
@@ -136,8 +135,8 @@ class VolumeStore:
         snapshot_ids = {"", *(snapshot.id for snapshot in scan.snapshots)}
         removed_names = directory_records.sweep(self._root)
         for directory in directory_records.directories(self._root):
-            if (directory / _SNAPSHOTS).is_dir():
-                removed_names += directory_records.sweep(directory / _SNAPSHOTS)
+            if (directory / VOLUME_SNAPSHOTS).is_dir():
+                removed_names += directory_records.sweep(directory / VOLUME_SNAPSHOTS)
             snapshots = self._scan_snapshots(directory, snapshot_ids, scan.repaired)
             with self._quarantine.quarantine_if_damaged(directory, scan.repaired):
                 scan.volumes.append(self._scan_volume(directory, snapshots, scan.repaired))
@@ -149,10 +148,10 @@ class VolumeStore:
         self, directory: Path, snapshot_ids: Collection[str], repaired: list[str]
     ) -> list[VolumeSnapshot]:
         """Return the intact snapshots of a volume. Removes those that belong to an uncommitted sandbox snapshot."""
-        if not (directory / _SNAPSHOTS).is_dir():
+        if not (directory / VOLUME_SNAPSHOTS).is_dir():
             return []
         intact_snapshots = []
-        for entry in directory_records.directories(directory / _SNAPSHOTS):
+        for entry in directory_records.directories(directory / VOLUME_SNAPSHOTS):
             with self._quarantine.quarantine_if_damaged(entry, repaired):
                 snapshot = _read_snapshot(entry, directory.name)
                 if snapshot.sandbox_snapshot in snapshot_ids:
