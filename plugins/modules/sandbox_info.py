@@ -89,7 +89,7 @@ sandboxes:
     id: {description: Its id; it never changes., type: str}
     name: {description: Its name., type: str}
     state: {description: V(running) or V(paused)., type: str}
-    state_reason: {description: Why it is paused without a request; empty otherwise., type: str}
+    state_reason: {description: Why it is paused or stalled without a request; empty otherwise., type: str}
     template_id: {description: The template at the root of its lineage., type: str}
     forked_from: {description: The snapshot or template it was created from; it never changes., type: str}
     snapshot_id: {description: "Its head, the snapshot that it currently descends from.", type: str}

@@ -18,7 +18,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from sandbox_gateway.errors import BackendFailed, Conflict, Invalid
-from sandbox_gateway.hosts.base import Abilities, Endpoint, GuestMount, Load, Log, Scan, Usage, VolumeState
+from sandbox_gateway.hosts.base import Abilities, Endpoint, GuestMount, Load, Log, Room, Scan, Usage, VolumeState
 from sandbox_gateway.recipes import Recipe
 from sandbox_gateway.records import Memory, Mount, NetworkPolicy, Sandbox, Snapshot, Volume, VolumeSnapshot
 
@@ -235,7 +235,7 @@ class MemoryHost:
     """
 
     kind = "memory"
-    abilities = Abilities(memory=True, resize_on_fork=False, independent_snapshots=True, prewarm=True)
+    abilities = Abilities(memory=True, resize_on_fork=False, independent_snapshots=True, prewarm=True, can_stall=True)
     boot_seconds = resume_seconds = 20.0
     machine_type = Machine
 
@@ -255,6 +255,9 @@ class MemoryHost:
         self.build_seconds = 0.0
         self.failing: set[str] = set()
         self.blocked: set[str] = set()
+        self.available = Room(disk_free=50 << 30, disk_total=100 << 30, memory_free=8 << 30, memory_total=16 << 30)
+        self.stopped: set[str] = set()
+        """Instances whose machines are stalled."""
         self.forked = 0
         self.claimed = 0
         self._exit: Callable[[str], None] = lambda _: None
@@ -268,6 +271,15 @@ class MemoryHost:
 
     async def scan(self) -> Scan:
         return Scan()
+
+    async def room(self) -> Room:
+        return self.available
+
+    async def stalled(self) -> set[str]:
+        return set(self.stopped)
+
+    async def continue_stalled(self, sandbox: Sandbox) -> None:
+        self.stopped.discard(sandbox.instance)
 
     def guest_digest(self) -> str:
         return "guest"

@@ -85,6 +85,17 @@ def test_requests_without_a_valid_key_are_refused(memory_gateway: MemoryGateway)
         assert keyless.get("/sandboxes", headers={"Authorization": f"Basic {READ_KEY}"}).status_code == 401
 
 
+def test_health_describes_the_host_only_to_callers_with_a_key(memory_gateway: MemoryGateway) -> None:
+    with memory_gateway.client("") as keyless, memory_gateway.client(READ_KEY) as reader:
+        public = {"status", "sandboxes", "version", "backend"}
+        assert keyless.get("/health").json().keys() == public
+        wrong_key = {"X-API-Key": "wrong-key-0123456789"}
+        assert keyless.get("/health", headers=wrong_key).json().keys() == public
+        detailed = reader.get("/health").json()
+        assert detailed.keys() == public | {"room"}
+        assert detailed["room"]["diskTotalBytes"] == memory_gateway.host.available.disk_total
+
+
 def test_headers_cannot_make_a_caller_local(memory_gateway: MemoryGateway) -> None:
     spoofs = {"X-Forwarded-For": "unix", "X-Real-Ip": "", "Forwarded": "for=unix", "Host": "gateway", "X-Local": "1"}
     with memory_gateway.client("") as keyless:

@@ -75,6 +75,17 @@ def test_the_document_is_complete(fuzzed_gateway: MemoryGateway) -> None:
     assert schema["paths"]["/health"]["get"]["security"] == []
 
 
+def test_metrics_contain_the_room_on_the_host(fuzzed_gateway: MemoryGateway) -> None:
+    with fuzzed_gateway.client() as client:
+        text = client.get("/metrics").text
+    room = fuzzed_gateway.host.available
+    values = dict(line.rsplit(" ", 1) for line in text.splitlines() if not line.startswith("#"))
+    assert float(values['sandbox_gateway_host_free_bytes{resource="disk"}']) == room.disk_free
+    assert float(values['sandbox_gateway_host_total_bytes{resource="memory"}']) == room.memory_total
+    assert 'sandbox_gateway_host_promised_bytes{resource="memory"}' in values
+    assert values["sandbox_gateway_sandboxes_stalled"] == "0.0"
+
+
 def test_metrics_count_sandboxes_and_requests(fuzzed_gateway: MemoryGateway) -> None:
     with fuzzed_gateway.client(ADMIN_KEY) as client:
         client.get("/sandboxes/nothing")

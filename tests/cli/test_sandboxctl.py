@@ -7,6 +7,7 @@ import re
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -56,7 +57,26 @@ def test_tables_are_printed_by_default(run: Run) -> None:
         and "debootstrap" in check_succeeded(run("template", "show", "base")).out
     )
     assert check_succeeded(run("usage", "one")).out == "disk 195 KiB, memory 3.0 MiB\n"
-    assert check_succeeded(run("health")).out.startswith("ok: memory, version")
+    first, disk, memory = check_succeeded(run("health")).out.splitlines()
+    assert first.startswith("ok: memory, version")
+    assert disk.startswith("disk: 50.0 GiB of 100 GiB free, ") and disk.endswith(" promised to sandboxes")
+    assert memory == "memory: 8.0 GiB of 16.0 GiB free, 256 MiB promised to sandboxes"
+
+
+def test_a_stalled_sandbox_is_shown_with_the_reason(run: Run, memory_gateway: MemoryGateway) -> None:
+    run("create", "base", "--name", "one")
+    host, available = memory_gateway.host, memory_gateway.host.available
+    sandbox = memory_gateway.engine.sandboxes.get("one")
+    try:
+        host.available = replace(available, disk_free=0)
+        host.stopped.add(sandbox.instance)
+        eventually(lambda: "no space left" in run("show", "one", "--json").json["stateReason"])
+        assert f"stopped, because the disk has no space left: {sandbox.id}" in check_succeeded(run("health")).out
+        refused = run("snapshot", "create", "one", "--name", "more")
+        assert refused.code != 0 and "less than 512 MiB of disk space free" in refused.err
+    finally:
+        host.available = available
+    eventually(lambda: run("show", "one", "--json").json["stateReason"] == "")
 
 
 def test_json_is_the_only_standard_output(run: Run) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 import time
@@ -14,7 +15,7 @@ import pytest
 
 from sandbox_gateway import zfs
 from sandbox_gateway.engine.spec import ForkSpec
-from sandbox_gateway.errors import BackendFailed, Busy, GatewayError, Unsupported
+from sandbox_gateway.errors import BackendFailed, Busy, GatewayError, NoSpace, Unsupported
 from sandbox_gateway.hosts.jail_zfs.storage.property_codec import HEAD, QUARANTINE
 from sandbox_gateway.recipes import Recipe
 from sandbox_gateway.records import Resources, SandboxState
@@ -104,6 +105,30 @@ def test_a_host_without_racct_runs_sandboxes_without_limits(
     assert sample.disk_bytes is not None and sample.disk_bytes > 1 << 20
     live.do(live.engine.sandboxes.delete("free"))
     live.close()
+
+
+def test_the_room_of_the_dataset_limits_forks(make_live: Callable[..., Live]) -> None:
+    live = make_live()
+    dataset = live.config.jail_zfs.dataset
+    live.do(live.engine.forks.create(TEMPLATE, ForkSpec(names=["one"])))
+    room = live.do(live.engine.host.room())
+    assert 0 < room.disk_free < room.disk_total
+    assert 0 < room.memory_free < room.memory_total == os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    used = room.disk_total - room.disk_free
+    zfs.lzc_set_prop(dataset, "quota", used + (500 << 20))
+    try:
+        before = zfs.list_datasets(dataset, types="filesystem,snapshot")
+        for attempt in (
+            live.engine.forks.create(TEMPLATE, ForkSpec()),
+            live.engine.forks.clone("one", ForkSpec()),
+            live.engine.snapshots.create("one", name="more"),
+        ):
+            with pytest.raises(NoSpace, match="less than 512 MiB of disk space free"):
+                live.do(attempt)
+        assert zfs.list_datasets(dataset, types="filesystem,snapshot") == before
+    finally:
+        pools.run("zfs", "set", "quota=none", dataset)
+    live.do(live.engine.snapshots.create("one", name="more"))
 
 
 def test_a_fork_can_raise_the_disk_quota(live: Live) -> None:

@@ -131,12 +131,14 @@ def small_gateway(kvm_xfs_world: KvmXfsWorld, tmp_path: Path) -> Iterator[Live]:
                 )
         shutil.rmtree(original.host.state_root)
         host_section = {**original.host.model_dump(), "state_root": root}
-        config = Config.model_validate({**original.model_dump(), "host": host_section})
+        limits = {**original.limits.model_dump(), "free_disk_mb": 0}
+        config = Config.model_validate({**original.model_dump(), "host": host_section, "limits": limits})
         live = Live(KvmXfsHost(config), config)
         yield live
         (root / "filler").unlink(missing_ok=True)
-        live.remove_all()
-        live.close()
+        if not live.closed:
+            live.remove_all()
+            live.close()
         kvm_xfs_world.forget(config)
 
 
@@ -166,6 +168,45 @@ def test_capture_on_a_full_disk_fails_and_cleans_up(kvm_xfs_world: KvmXfsWorld, 
     assert small_gateway.shell("one", "echo alive").strip() == "alive"
     (root / "filler").unlink()
     small_gateway.do(small_gateway.engine.snapshots.create("one", name="big"))
+
+
+def test_a_machine_that_stalled_on_a_full_disk_says_so_and_continues(small_gateway: Live) -> None:
+    live = small_gateway
+    live.do(live.engine.forks.create(TEMPLATE, ForkSpec(names=["one"])))
+    root = live.config.host.state_root
+    fill(root, 8 << 20)
+    live.shell("one", "(dd if=/dev/zero of=/root/blob bs=1M count=40 conv=fsync; sync) >/dev/null 2>&1 &")
+    eventually(lambda: "no space left" in live.call(live.engine.room.stall_reason, live.sandbox("one")))
+    report = live.do(live.engine.room.report())
+    assert report.stalled == [live.sandbox("one").id] and report.room.disk_free < 64 << 20
+    (root / "filler").unlink()
+    eventually(lambda: live.call(live.engine.room.stall_reason, live.sandbox("one")) == "")
+    eventually(lambda: live.shell("one", "stat -c %s /root/blob").strip() == str(40 << 20))
+    assert live.sandbox("one").state is SandboxState.RUNNING
+
+
+def test_the_reserve_of_the_disk_is_kept_free(kvm_xfs_world: KvmXfsWorld, small_gateway: Live) -> None:
+    live = small_gateway
+    live.do(live.engine.forks.create(TEMPLATE, ForkSpec(names=["one"])))
+    config = live.config
+    live.close()
+    limits = {**config.limits.model_dump(), "free_disk_mb": 100}
+    strict = Live(KvmXfsHost(config), config.model_copy(update={"limits": type(config.limits)(**limits)}))
+    try:
+        before = kvm_xfs_world.traces(config)
+        fill(config.host.state_root, 90 << 20)
+        for attempt in (
+            strict.engine.forks.create(TEMPLATE, ForkSpec()),
+            strict.engine.forks.clone("one", ForkSpec()),
+            strict.engine.snapshots.create("one", name="more"),
+        ):
+            with pytest.raises(NoSpace, match=r"less than 100 MiB of disk space free: the host has [89]"):
+                strict.do(attempt)
+        assert kvm_xfs_world.traces(config) == before
+    finally:
+        (config.host.state_root / "filler").unlink(missing_ok=True)
+        strict.remove_all()
+        strict.close()
 
 
 def test_a_guest_that_reboots_pauses_its_sandbox(live: Live) -> None:

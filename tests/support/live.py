@@ -128,5 +128,9 @@ def engines(world: World) -> Iterator[Callable[..., Live]]:
 
 async def _open(host: Host, config: Config) -> Engine:
     engine = Engine(host, config)
-    await engine.open()
+    try:
+        await engine.open()
+    except BaseException:
+        await engine.close()
+        raise
     return engine

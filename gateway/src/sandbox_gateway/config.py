@@ -194,6 +194,19 @@ class Limits(_Section):
     memory_overhead_mb: int = Field(
         256, ge=32, description="Memory that QEMU may use in addition to the sandbox's own, in MiB."
     )
+    free_disk_mb: int = Field(
+        512,
+        ge=0,
+        description="Disk space that forks, clones and captures leave free, in MiB, on the file system of `state_root` "
+        "or in the ZFS dataset. A request that would leave less is refused (507). Machines that stalled on a full disk "
+        "continue when this much is free. 0: no reserve.",
+    )
+    free_memory_mb: int = Field(
+        256,
+        ge=0,
+        description="Memory of the host that forks and clones leave free, in MiB. A request that would leave less is "
+        "refused (507); each new machine counts as 64 MiB. 0: no reserve.",
+    )
 
 
 class PrewarmSection(_Section):

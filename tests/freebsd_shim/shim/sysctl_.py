@@ -20,7 +20,12 @@ NAMES = {
     "kern.logsigexit": ("state:1", "rw"),
     "kern.hostname": ("hostname", "ro"),
     "hw.ncpu": ("ncpu", "ro"),
+    "hw.pagesize": ("pagesize", "ro"),
     "hw.physmem": ("physmem", "ro"),
+    "vm.stats.vm.v_free_count": ("available", "ro"),
+    "vm.stats.vm.v_inactive_count": ("=0", "ro"),
+    "kstat.zfs.misc.arcstats.c_min": ("=0", "ro"),
+    "kstat.zfs.misc.arcstats.size": ("=0", "ro"),
     "net.inet.ip.forwarding": ("proc:/proc/sys/net/ipv4/ip_forward", "rw"),
     "net.inet6.ip6.forwarding": ("proc:/proc/sys/net/ipv6/conf/all/forwarding", "rw"),
     "net.link.bridge.inherit_mac": ("state:0", "rw"),
@@ -53,6 +58,12 @@ def read(name: str) -> str:
         return os.uname().nodename
     if storage == "ncpu":
         return str(os.cpu_count())
+    if storage == "pagesize":
+        return str(os.sysconf("SC_PAGE_SIZE"))
+    if storage == "available":
+        with open("/proc/meminfo") as file:
+            kilobytes = next(int(line.split()[1]) for line in file if line.startswith("MemAvailable:"))
+        return str(kilobytes * 1024 // os.sysconf("SC_PAGE_SIZE"))
     return str(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"))
 
 

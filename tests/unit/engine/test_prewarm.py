@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -11,7 +12,7 @@ import pytest
 from sandbox_gateway.engine.engine import Engine
 from sandbox_gateway.engine.spec import ForkSpec, MountSpec
 from sandbox_gateway.errors import Invalid, NoSpace, Unsupported
-from sandbox_gateway.hosts.base import Abilities
+from sandbox_gateway.hosts.base import Abilities, Room
 from sandbox_gateway.records import NetworkPolicy, Sandbox
 from tests.api.memory_host import MemoryHost
 from tests.support.memory_engine import create, open_engine, wait_until
@@ -163,14 +164,12 @@ async def test_forks_that_nobody_needs_are_ended(
     await wait_until(lambda: len(host.machines) == 1)
 
 
-async def test_forks_are_dropped_while_the_host_is_short_of_memory(
-    engine: Engine, host: _Host, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_forks_are_dropped_while_the_host_is_short_of_memory(engine: Engine, host: _Host) -> None:
     await keep(engine, 2)
     free = engine.config.prewarm.free_memory_mb
-    monkeypatch.setattr(engine.prewarm, "_available_mb", lambda: free - 1)
+    host.available = replace(host.available, memory_free=(free - 1) << 20)
     await wait_until(lambda: ready(engine) == 0 and len(host.machines) == 1)
-    monkeypatch.setattr(engine.prewarm, "_available_mb", lambda: free + 256)
+    host.available = replace(host.available, memory_free=(free + 256) << 20)
     await wait_until(lambda: ready(engine) == 2)
 
 
@@ -254,9 +253,20 @@ async def test_if_one_of_several_records_cannot_be_saved_no_sandbox_remains(engi
     assert [each.name for each in engine.sandboxes.list()] == ["a"]
 
 
-async def test_nothing_is_measured_while_nothing_is_prewarmed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A host that cannot prewarm may not even have the file that tells its free memory."""
-    monkeypatch.setattr("sandbox_gateway.engine.prewarm._MEMINFO", tmp_path / "missing")
-    async with open_engine(tmp_path) as engine:
-        await engine.prewarm._discard_surplus()
-        assert not await engine.prewarm._start_one()
+async def test_nothing_is_measured_while_nothing_is_prewarmed(
+    engine: Engine, host: _Host, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    measurements = 0
+    measure = host.room
+
+    async def count() -> Room:
+        nonlocal measurements
+        measurements += 1
+        return await measure()
+
+    monkeypatch.setattr(host, "room", count)
+    engine.prewarm._changed.set()
+    await wait_until(lambda: not engine.prewarm._changed.is_set())
+    assert measurements == 0
+    await keep(engine, 1)
+    assert measurements > 0

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from typing import Any
 
-from fastapi import APIRouter, FastAPI
+from fastapi import APIRouter, FastAPI, Request
 from fastapi.openapi.utils import get_openapi
 
 from sandbox_gateway import __version__
 from sandbox_gateway.api import errors, events, metrics
-from sandbox_gateway.api.access.auth import OPEN_PATHS, Authorise, Keys
+from sandbox_gateway.api.access.auth import OPEN_PATHS, Authorise, Keys, is_identified
 from sandbox_gateway.api.access.limits import BodyLimit
 from sandbox_gateway.api.data_plane.pools import Pools
 from sandbox_gateway.api.data_plane.proxy import Addresses, DataPlane
@@ -18,10 +19,11 @@ from sandbox_gateway.api.dependencies import EngineDep
 from sandbox_gateway.api.errors import ErrorShape, Guard
 from sandbox_gateway.api.forkd import routes as forkd
 from sandbox_gateway.api.native import sandboxes, snapshots, templates, volumes
-from sandbox_gateway.api.native.shapes import HealthShape
+from sandbox_gateway.api.native.shapes import HealthShape, room_shape
 from sandbox_gateway.api.unknown_fields import CheckFields
 from sandbox_gateway.config import Config
 from sandbox_gateway.engine.engine import Engine
+from sandbox_gateway.errors import GatewayError
 
 _DESCRIPTION = "Capture, fork and roll back sandboxes while they run."
 _ERRORS: dict[int | str, dict[str, Any]] = {
@@ -45,10 +47,18 @@ _ERROR_SCHEMA = {"$ref": "#/components/schemas/ErrorShape"}
 _health = APIRouter(tags=["gateway"])
 
 
-@_health.get("/health", summary="Check that the gateway is running. Needs no key")
-async def health(engine: EngineDep) -> HealthShape:
+@_health.get(
+    "/health",
+    summary="Check that the gateway is running. Needs no key; with one, the answer contains the room on the host",
+    response_model_exclude_none=True,
+)
+async def health(request: Request, engine: EngineDep) -> HealthShape:
+    room = None
+    if is_identified(request.scope):
+        with contextlib.suppress(GatewayError):  # The gateway runs, even if the host does not say what it has left.
+            room = room_shape(await engine.room.report())
     return HealthShape(
-        status="ok", sandboxes=len(engine.sandboxes.list()), version=__version__, backend=engine.host.kind
+        status="ok", sandboxes=len(engine.sandboxes.list()), version=__version__, backend=engine.host.kind, room=room
     )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections import Counter as Tally
 from collections.abc import Iterable
 from http import HTTPStatus
@@ -14,11 +15,14 @@ from prometheus_client.platform_collector import PlatformCollector
 from prometheus_client.process_collector import ProcessCollector
 from prometheus_client.registry import Collector
 
+from sandbox_gateway.api.dependencies import EngineDep
 from sandbox_gateway.engine.loads import totals
+from sandbox_gateway.errors import GatewayError
 from sandbox_gateway.records import SandboxState, Snapshot, SnapshotKind
 
 if TYPE_CHECKING:
     from sandbox_gateway.engine.engine import Engine
+    from sandbox_gateway.engine.room import RoomReport
 
 _PAUSE_BUCKETS = (0.002, 0.005, 0.0075, 0.01, 0.015, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 5)
 _STATUSES = {str(status.value) for status in HTTPStatus} | {"499"}
@@ -60,6 +64,19 @@ class Metrics:
             ("memory",),
             registry=self.registry,
         )
+        self._free, self._total, self._promised = (
+            Gauge(f"sandbox_gateway_host_{name}_bytes", text, ("resource",), registry=self.registry)
+            for name, text in (
+                ("free", "Disk space and memory that the host has left."),
+                ("total", "Disk space and memory of the host."),
+                ("promised", "Disk space and memory that sandboxes and volumes may use."),
+            )
+        )
+        self._stalled = Gauge(
+            "sandbox_gateway_sandboxes_stalled",
+            "Sandboxes that are stopped because the host's disk has no space left.",
+            registry=self.registry,
+        )
         self.connections = Gauge(
             "sandbox_gateway_connections", "TCP connections that are open.", registry=self.registry
         )
@@ -69,6 +86,16 @@ class Metrics:
             ("reason",),
             registry=self.registry,
         )
+
+    def update_room(self, report: RoomReport) -> None:
+        room = report.room
+        for resource, *values in (
+            ("disk", room.disk_free, room.disk_total, report.disk_promised),
+            ("memory", room.memory_free, room.memory_total, report.memory_promised),
+        ):
+            for gauge, value in zip((self._free, self._total, self._promised), values, strict=True):
+                gauge.labels(resource).set(value)
+        self._stalled.set(len(report.stalled))
 
     def record_connection_end(self, reason: str) -> None:
         self._connection_ends.labels(reason).inc()
@@ -137,5 +164,7 @@ class _Inventory(Collector):
 
 
 @router.get("/metrics", summary="Metrics for Prometheus", response_class=Response)
-async def metrics(request: Request) -> Response:
+async def metrics(request: Request, engine: EngineDep) -> Response:
+    with contextlib.suppress(GatewayError):  # The last values stay if the host does not say what it has left.
+        request.app.state.metrics.update_room(await engine.room.report())
     return Response(request.app.state.metrics.render(), media_type=CONTENT_TYPE_LATEST)

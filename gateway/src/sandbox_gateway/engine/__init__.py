@@ -6,6 +6,7 @@
 * Groups: ``sandboxes``, ``forks``, ``snapshots``, ``templates``, ``volumes``, ``attachments``, ``commands``.
 * The two primitives: ``machine_lifecycle`` starts a machine from a snapshot, ``captures`` takes a snapshot.
 * Steps of forks and rollbacks: ``spec``, ``fork_plan``, ``mount_plan``, ``mount_paths``, ``replacement``.
+* ``room``: refuses what would fill the host, and continues machines that stalled on a full disk.
 * Removal: ``references`` finds the objects in use, ``collector`` removes unused ones; ``expiry``,
   ``retention``, ``timeouts``, ``backoff``. Start-up: ``recovery``. Measurements of sandboxes: ``loads``.
 * Guests: ``agents``, ``agent_client``, ``guest_json``. Templates: ``template_builder``, ``builds``.

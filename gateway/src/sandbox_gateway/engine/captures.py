@@ -10,6 +10,7 @@ from sandbox_gateway.engine.collector import Collector
 from sandbox_gateway.engine.context import Context
 from sandbox_gateway.engine.locking import Locking
 from sandbox_gateway.engine.record_changes import save_sandbox, save_snapshot
+from sandbox_gateway.engine.room import RoomKeeper
 from sandbox_gateway.engine.volumes import Volumes
 from sandbox_gateway.errors import BackendFailed, GatewayError, Invalid
 from sandbox_gateway.log import Logger
@@ -23,7 +24,13 @@ log = Logger("engine")
 
 class Captures:
     def __init__(
-        self, context: Context, locking: Locking, agents: Agents, collector: Collector, volumes: Volumes
+        self,
+        context: Context,
+        locking: Locking,
+        agents: Agents,
+        collector: Collector,
+        volumes: Volumes,
+        room: RoomKeeper,
     ) -> None:
         self._context = context
         self._host = context.host
@@ -32,6 +39,7 @@ class Captures:
         self._agents = agents
         self._collector = collector
         self._volumes = volumes
+        self._room = room
 
     def new_snapshot_record(self, sandbox: Sandbox, kind: SnapshotKind) -> Snapshot:
         """Create the record of a snapshot that is about to be taken of ``sandbox``."""
@@ -97,6 +105,7 @@ class Captures:
         The sandbox's own record does not change, and may be unsaved.
         """
         memory = memory and self._host.abilities.memory
+        await self._room.require_for_capture(sandbox, memory=memory)
         async with self._locking.volumes(self._require_mounted(sandbox, volumes)) as locked_volumes:
             volume_snapshots = _new_volume_snapshot_records(snapshot, locked_volumes)
             async with self._flushed(sandbox, freeze=not memory and not self._host.abilities.atomic_capture):

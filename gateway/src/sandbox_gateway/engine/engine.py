@@ -19,6 +19,7 @@ from sandbox_gateway.engine.prewarm import Prewarm
 from sandbox_gateway.engine.recovery import Recovery
 from sandbox_gateway.engine.references import References
 from sandbox_gateway.engine.replacement import Replacement
+from sandbox_gateway.engine.room import RoomKeeper
 from sandbox_gateway.engine.sandboxes import Sandboxes
 from sandbox_gateway.engine.snapshots import Snapshots
 from sandbox_gateway.engine.template_builder import TemplateBuilder
@@ -57,19 +58,22 @@ class Engine:
         self.attachments = attachments = Attachments(context, locking, agents, collector)
         self.mounts = mounts = MountPlanner(context, locking, collector, volumes)
 
+        self.room = room = RoomKeeper(context, locking)
+
         # The two primitives: start a machine from a snapshot, and take a snapshot of a running machine.
-        self.prewarm = prewarm = Prewarm(context, agents)
+        self.prewarm = prewarm = Prewarm(context, agents, room)
         machines = MachineLifecycle(context, locking, agents, attachments, prewarm)
-        captures = Captures(context, locking, agents, collector, volumes)
+        captures = Captures(context, locking, agents, collector, volumes, room)
 
         # Operations built on these.
         self.snapshots = snapshots = Snapshots(context, locking, references, collector, captures, prewarm)
-        self.forks = Forks(context, locking, collector, mounts, machines, captures)
+        self.forks = Forks(context, locking, collector, mounts, machines, captures, room)
         replacement = Replacement(context, locking, collector, machines)
         self.sandboxes = sandboxes = Sandboxes(
             context, locking, agents, collector, mounts, machines, captures, replacement
         )
-        self.templates = Templates(context, snapshots, TemplateBuilder(context, agents, machines, captures), prewarm)
+        builder = TemplateBuilder(context, agents, machines, captures, room)
+        self.templates = Templates(context, snapshots, builder, prewarm)
 
         # Work that no request triggers.
         self.machines = machines
@@ -88,6 +92,8 @@ class Engine:
         self.background.start(self._expiry.watch())
         self.background.start(self.prewarm.keep_ready())
         self.background.start(self.loads.watch())
+        if self.host.abilities.can_stall:
+            self.background.start(self.room.watch())
         log.info("open", sandboxes=len(self.index.sandboxes), running=len(scan.alive), repaired=len(scan.repaired))
 
     async def close(self) -> None:

@@ -15,6 +15,7 @@ from sandbox_gateway.engine.locking import Locking
 from sandbox_gateway.engine.machine_lifecycle import MachineLifecycle
 from sandbox_gateway.engine.mount_plan import MountPlanner
 from sandbox_gateway.engine.record_changes import save_sandbox
+from sandbox_gateway.engine.room import RoomKeeper
 from sandbox_gateway.engine.spec import ForkSpec
 from sandbox_gateway.errors import GatewayError, OverQuota
 from sandbox_gateway.log import Logger
@@ -33,6 +34,7 @@ class Forks:
         mounts: MountPlanner,
         machines: MachineLifecycle,
         captures: Captures,
+        room: RoomKeeper,
     ) -> None:
         self._context = context
         self._host = context.host
@@ -42,6 +44,7 @@ class Forks:
         self._mounts = mounts
         self._machines = machines
         self._captures = captures
+        self._room = room
         self._pending = 0
         """Number of sandboxes that are being created."""
 
@@ -59,7 +62,11 @@ class Forks:
         for each sandbox that could not be created.
         """
         async with self._idempotency_key_locked(spec) as existing:
-            return existing or await self._fork(self._index.snapshot(ref), spec)
+            if existing:
+                return existing
+            self._index.snapshot(ref)  # A missing snapshot is reported first.
+            await self._room.require_for_machines(len(requested_names(spec)))
+            return await self._fork(self._index.snapshot(ref), spec)
 
     async def clone(self, ref: str, spec: ForkSpec) -> list[Sandbox | GatewayError]:
         """Capture a sandbox and fork the capture ``spec.count`` times. The capture is removed with its last user.
@@ -83,6 +90,7 @@ class Forks:
         self._mounts.resolve_volumes(spec.mounts or [])
         with self._index.reserved(name for name in requested_names(spec) if name):
             pass  # raises NameTaken before the source is paused
+        await self._room.require_for_machines(len(requested_names(spec)))
         async with self._locking.running_sandbox(ref) as sandbox:
             snapshot = self._captures.new_snapshot_record(sandbox, SnapshotKind.TRANSIENT)
             try:

@@ -15,13 +15,14 @@ import os
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
-from pathlib import Path
 
 from sandbox_gateway.engine.agents import Agents
 from sandbox_gateway.engine.backoff import Backoff
 from sandbox_gateway.engine.context import Context
 from sandbox_gateway.engine.record_changes import save_snapshot
+from sandbox_gateway.engine.room import RoomKeeper
 from sandbox_gateway.errors import GatewayError, Invalid, Unsupported
+from sandbox_gateway.hosts.base import Room
 from sandbox_gateway.log import Logger
 from sandbox_gateway.records import Memory, Sandbox, Snapshot, SnapshotKind, new_id
 from sandbox_gateway.tasks import clean_up
@@ -30,7 +31,6 @@ _CHECK_INTERVAL_SECONDS = 1.0
 _QUIET_SECONDS = 0.1
 _WARM_UP = ["true"]
 _WARM_UP_SECONDS = 20.0
-_MEMINFO = Path("/proc/meminfo")
 
 log = Logger("engine")
 
@@ -46,11 +46,12 @@ class Level:
 class Prewarm:
     """The pool of forks that are ready to be claimed."""
 
-    def __init__(self, context: Context, agents: Agents) -> None:
+    def __init__(self, context: Context, agents: Agents, room: RoomKeeper) -> None:
         self._context = context
         self._host = context.host
         self._index = context.index
         self._agents = agents
+        self._room = room
         self._ready: dict[str, list[Sandbox]] = {}
         """Uncommitted sandboxes that have machines, by the id of their snapshot, oldest first."""
         self._changed = asyncio.Event()
@@ -128,8 +129,9 @@ class Prewarm:
                 continue
             self._changed.clear()
             try:
-                await self._discard_surplus()
-                started = await self._start_one()
+                room = await self._host.room() if self._ready or self._targets() else None
+                await self._discard_surplus(room)
+                started = room is not None and await self._start_one(room)
             except Exception as error:
                 log.error("prewarming failed", reason=str(error) or type(error).__name__)
                 started = False
@@ -149,7 +151,7 @@ class Prewarm:
         self._backoff.retain_only(targets)
         return targets
 
-    async def _discard_surplus(self) -> None:
+    async def _discard_surplus(self, room: Room | None) -> None:
         """Discard forks that exceed their target or have stopped, and one more if the host is short of memory."""
         targets = self._targets()
         surplus: list[Sandbox] = []
@@ -160,13 +162,14 @@ class Prewarm:
             self._ready[id] = remaining
             if not remaining:
                 del self._ready[id]
-        if self._ready and self._available_mb() < self._context.config.prewarm.free_memory_mb:
+        free_memory_mb = self._context.config.prewarm.free_memory_mb
+        if self._ready and room is not None and room.memory_free >> 20 < free_memory_mb:
             largest = max(self._ready.values(), key=len)
             surplus.append(largest.pop())
             log.warning("prewarmed fork dropped", reason="the host is short of memory", ready=self.total().ready)
         await clean_up(log, *(self._host.discard(fork) for fork in surplus))
 
-    async def _start_one(self) -> bool:
+    async def _start_one(self, room: Room) -> bool:
         """Start one missing fork. Returns False if no fork is missing, or none can be started now."""
         if self._requested >= (os.cpu_count() or 1):
             return False
@@ -175,7 +178,7 @@ class Prewarm:
             if len(self._ready.get(id, ())) >= target or not self._backoff.is_due(id):
                 continue
             required_mb = self._context.config.prewarm.free_memory_mb + snapshot.resources.memory_mb
-            if self._available_mb() < required_mb:
+            if room.memory_free >> 20 < required_mb or not self._room.has_disk(room):
                 continue
             try:
                 fork = await self._start(snapshot)
@@ -205,10 +208,3 @@ class Prewarm:
             await clean_up(log, self._host.discard(fork))
             raise
         return fork
-
-    def _available_mb(self) -> int:
-        """Return the memory that the host can use without swapping, in MiB."""
-        for line in _MEMINFO.read_text().splitlines():
-            if line.startswith("MemAvailable:"):
-                return int(line.split()[1]) // 1024
-        return 0

@@ -11,6 +11,7 @@ from sandbox_gateway.engine.builds import Build, LogLines
 from sandbox_gateway.engine.captures import Captures
 from sandbox_gateway.engine.context import Context
 from sandbox_gateway.engine.machine_lifecycle import MachineLifecycle
+from sandbox_gateway.engine.room import RoomKeeper
 from sandbox_gateway.errors import BackendFailed, Timeout
 from sandbox_gateway.log import Logger
 from sandbox_gateway.recipes import Recipe
@@ -25,15 +26,19 @@ log = Logger("templates")
 
 
 class TemplateBuilder:
-    def __init__(self, context: Context, agents: Agents, machines: MachineLifecycle, captures: Captures) -> None:
+    def __init__(
+        self, context: Context, agents: Agents, machines: MachineLifecycle, captures: Captures, room: RoomKeeper
+    ) -> None:
         self._host = context.host
         self._agents = agents
         self._machines = machines
         self._captures = captures
+        self._room = room
 
     async def build(self, build: Build, recipe: Recipe, description: str) -> Snapshot:
         """Build a template, which has no name yet, and write the log to ``build``."""
         host = self._host
+        await self._room.require_for_machines(1)
         base = Snapshot(kind=SnapshotKind.BASE, resources=recipe.resources)
         base = await host.build_base(base, recipe, build.log)
         try:

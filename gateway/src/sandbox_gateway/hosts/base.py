@@ -33,6 +33,8 @@ class Abilities:
     """A fork with memory can be held at the point of the capture, and claimed later by another sandbox."""
     atomic_capture: bool = False
     """A disk capture of a running machine is a point-in-time copy, without freezing the file system."""
+    can_stall: bool = False
+    """The host stops a machine that writes while its disk has no space left, until the machine is continued."""
     atomic_append: bool = False
     """Appends by several sandboxes to a file of a volume are atomic, and file locks work across sandboxes."""
 
@@ -70,6 +72,17 @@ class Load:
     cpu_seconds: float | None = None
     running_seconds: float = 0.0
     cpu_percent: float | None = None
+
+
+@dataclass(frozen=True)
+class Room:
+    """The disk space and memory of a host, in bytes."""
+
+    disk_free: int
+    disk_total: int
+    memory_free: int
+    """Memory that can be used without swapping."""
+    memory_total: int
 
 
 @dataclass(frozen=True)
@@ -129,6 +142,15 @@ class Host(Protocol):
         Raises BackendFailed, before anything is changed, if a newer release has written a record that this release
         cannot read.
         """
+
+    async def room(self) -> Room:
+        """Return the room on the disk of this host's state, and in its memory."""
+
+    async def stalled(self) -> set[str]:
+        """Return the instances whose machines the host has stopped because the disk had no space left."""
+
+    async def continue_stalled(self, sandbox: Sandbox) -> None:
+        """Continue the instance's machine if it is stalled."""
 
     def guest_digest(self) -> str:
         """Return `guest_digest.digest_guest` for templates of this host. This may read files."""

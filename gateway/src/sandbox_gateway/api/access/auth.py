@@ -162,6 +162,11 @@ def caller_of(scope: Scope) -> Caller:
     return caller
 
 
+def is_identified(scope: Scope) -> bool:
+    """Return whether a request has a valid key or came over the unix socket. Routes that need no key may ask."""
+    return _CALLER in scope
+
+
 def unauthorized_error(scope: Scope, keys: Keys) -> Unauthorized:
     if not len(keys):
         return Unauthorized("no API key is configured for this address: set server.key_file, or use the unix socket")
@@ -187,11 +192,12 @@ class Authorise:
         self.keys = keys
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] == "http" and scope["path"] not in OPEN_PATHS:
+        if scope["type"] == "http":
             caller = identify(scope, self.keys)
-            if caller is None:
-                raise unauthorized_error(scope, self.keys)
-            require_permission(caller, required_permission(scope["method"], scope["path"]))
+            if scope["path"] not in OPEN_PATHS:
+                if caller is None:
+                    raise unauthorized_error(scope, self.keys)
+                require_permission(caller, required_permission(scope["method"], scope["path"]))
         await self.app(scope, receive, send)
 
 

@@ -17,8 +17,9 @@ if TYPE_CHECKING:
     from sandbox_gateway.engine.builds import Build
     from sandbox_gateway.engine.loads import Sample
     from sandbox_gateway.engine.prewarm import Level
+    from sandbox_gateway.engine.room import RoomReport
     from sandbox_gateway.engine.spec import ExecResult
-    from sandbox_gateway.hosts.base import Usage, VolumeState
+from sandbox_gateway.hosts.base import Usage, VolumeState
 
 ENVD_VERSION = "0.6.4"
 """The envd version that the data plane implements: clients choose calls according to it."""
@@ -296,11 +297,26 @@ class RollbackShape(Shape):
     status: Literal["READY"]
 
 
+class RoomShape(Shape):
+    """The disk space and memory of the host, and what sandboxes and volumes may use of it, in bytes."""
+
+    disk_free_bytes: int
+    disk_total_bytes: int
+    disk_promised_bytes: int
+    memory_free_bytes: int
+    memory_total_bytes: int
+    memory_promised_bytes: int
+    stalled: list[str]
+    """Ids of the sandboxes that are stopped because the disk has no space left."""
+
+
 class HealthShape(Shape):
     status: Literal["ok"]
     sandboxes: int
     version: str
     backend: str
+    room: RoomShape | None = None
+    """Only for callers with a key."""
 
 
 class HiddenShape(Shape):
@@ -320,8 +336,20 @@ def network_shape(policy: NetworkPolicy) -> NetworkShape:
     )
 
 
+def room_shape(report: RoomReport) -> RoomShape:
+    return RoomShape(
+        disk_free_bytes=report.room.disk_free,
+        disk_total_bytes=report.room.disk_total,
+        disk_promised_bytes=report.disk_promised,
+        memory_free_bytes=report.room.memory_free,
+        memory_total_bytes=report.room.memory_total,
+        memory_promised_bytes=report.memory_promised,
+        stalled=report.stalled,
+    )
+
+
 def sandbox_shape(
-    sandbox: Sandbox, *, backend: str, domain: str, mounts: list[VolumeMountShape], **extra: Any
+    sandbox: Sandbox, *, state_reason: str, backend: str, domain: str, mounts: list[VolumeMountShape], **extra: Any
 ) -> SandboxShape:
     """Describe a sandbox. ``extra``: alias, address, envd_access_token, traffic_access_token and diverged, if known."""
     sizes = sandbox.resources
@@ -333,7 +361,7 @@ def sandbox_shape(
         envd_version=ENVD_VERSION,
         domain=domain,
         state=sandbox.state.value,
-        state_reason=sandbox.state_reason,
+        state_reason=state_reason,
         created_at=sandbox.created_at,
         started_at=sandbox.started_at,
         end_at=sandbox.end_at or NEVER,

@@ -13,7 +13,7 @@ from pathlib import Path
 
 from sandbox_gateway.config import Config
 from sandbox_gateway.errors import BackendFailed, GatewayError, Invalid, Unsupported
-from sandbox_gateway.hosts.base import Abilities, Endpoint, GuestMount, Load, Log, Scan, Usage, VolumeState
+from sandbox_gateway.hosts.base import Abilities, Endpoint, GuestMount, Load, Log, Room, Scan, Usage, VolumeState
 from sandbox_gateway.hosts.jail_zfs.commands import CommandRunner
 from sandbox_gateway.hosts.jail_zfs.disks import Disks
 from sandbox_gateway.hosts.jail_zfs.jail import rootfs
@@ -25,6 +25,7 @@ from sandbox_gateway.hosts.jail_zfs.jail.mounts import JailMounts
 from sandbox_gateway.hosts.jail_zfs.jail.names import JailNames
 from sandbox_gateway.hosts.jail_zfs.jail.rctl import Limits
 from sandbox_gateway.hosts.jail_zfs.machine_register import Machine, MachineRegister
+from sandbox_gateway.hosts.jail_zfs.memory import read_memory
 from sandbox_gateway.hosts.jail_zfs.network.jail_network import JailNetwork
 from sandbox_gateway.hosts.jail_zfs.recovery import JailRecovery
 from sandbox_gateway.hosts.jail_zfs.runner import ENDED_REASON, JailRunner
@@ -119,6 +120,19 @@ class JailZfsHost:
         self._scanned = True
         self._background.start(self._watcher.run())
         return scan
+
+    async def room(self) -> Room:
+        (disk_free, disk_total), memory = await asyncio.gather(
+            asyncio.to_thread(self._storage.space), read_memory(self._run)
+        )
+        return Room(disk_free, disk_total, *memory)
+
+    async def stalled(self) -> set[str]:
+        """Return an empty set: a jail's write fails if the disk has no space left, and its processes keep running."""
+        return set()
+
+    async def continue_stalled(self, sandbox: Sandbox) -> None:
+        pass
 
     def on_exit(self, callback: Callable[[str], None]) -> None:
         self._watcher.on_exit = callback

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import os
 import shutil
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -16,11 +17,12 @@ from sandbox_gateway.config import Config
 from sandbox_gateway.errors import BackendFailed, Conflict
 from sandbox_gateway.hosts import directory_records
 from sandbox_gateway.hosts.addresses import name_servers
-from sandbox_gateway.hosts.base import Abilities, Endpoint, GuestMount, Load, Log, Scan, Usage, VolumeState
+from sandbox_gateway.hosts.base import Abilities, Endpoint, GuestMount, Load, Log, Room, Scan, Usage, VolumeState
 from sandbox_gateway.hosts.directory_records import Quarantine, explaining_os_errors
 from sandbox_gateway.hosts.kvm_xfs.image import instances, reflink
 from sandbox_gateway.hosts.kvm_xfs.image.layout import Layout
 from sandbox_gateway.hosts.kvm_xfs.image.snapshots import Snapshots
+from sandbox_gateway.hosts.kvm_xfs.meminfo import read_memory
 from sandbox_gateway.hosts.kvm_xfs.memory.capture import Capture
 from sandbox_gateway.hosts.kvm_xfs.memory.image_check import ImageCheck
 from sandbox_gateway.hosts.kvm_xfs.memory.tracker_client import TrackerClient
@@ -56,7 +58,7 @@ class KvmXfsHost:
     """The KVM/XFS host, an implementation of hosts.base.Host."""
 
     kind = "kvm_xfs"
-    abilities = Abilities(memory=True, resize_on_fork=False, independent_snapshots=True, prewarm=True)
+    abilities = Abilities(memory=True, resize_on_fork=False, independent_snapshots=True, prewarm=True, can_stall=True)
 
     def __init__(self, config: Config) -> None:
         self._config = config
@@ -147,6 +149,18 @@ class KvmXfsHost:
             if not directory_records.has_record(directory):
                 shutil.rmtree(directory)
                 scan.repaired.append(f"removed the sandbox {directory.name}, which was never committed")
+
+    async def room(self) -> Room:
+        with explaining_os_errors():
+            return await asyncio.to_thread(_read_room, self._config.host.state_root)
+
+    async def stalled(self) -> set[str]:
+        return await self._machines.stalled()
+
+    async def continue_stalled(self, sandbox: Sandbox) -> None:
+        machine, _ = self._machines.require_running(sandbox)
+        if await machine.is_stalled():
+            await machine.cont()
 
     @property
     def platform(self) -> Platform:
@@ -360,6 +374,12 @@ class KvmXfsHost:
 
     def guest_mounts(self, sandbox: Sandbox) -> list[GuestMount]:
         return self._volumes.guest_mounts(sandbox)
+
+
+def _read_room(root: Path) -> Room:
+    status = os.statvfs(root)
+    memory_free, memory_total = read_memory()
+    return Room(status.f_bavail * status.f_frsize, status.f_blocks * status.f_frsize, memory_free, memory_total)
 
 
 def _boot_check(sandbox: Sandbox) -> ImageCheck | None:

@@ -11,7 +11,7 @@ from dataclasses import asdict
 from pathlib import Path
 
 from sandbox_gateway.config import Config
-from sandbox_gateway.errors import Conflict, Unsupported
+from sandbox_gateway.errors import BackendFailed, Conflict, Timeout, Unsupported
 from sandbox_gateway.hosts.base import Scan
 from sandbox_gateway.hosts.kvm_xfs.image import instances
 from sandbox_gateway.hosts.kvm_xfs.image.layout import Instance, Layout
@@ -27,6 +27,7 @@ from sandbox_gateway.log import Logger
 from sandbox_gateway.records import Sandbox, Snapshot
 
 _OLD_LOG_SECONDS = 2.0
+_MAX_CONCURRENT_QUERIES = 16
 
 log = Logger("kvm_xfs")
 
@@ -80,6 +81,20 @@ class RunningMachines:
         if entry is None or entry[0].has_ended:
             raise Conflict(f"sandbox {sandbox.id} has no running machine: resume it first")
         return entry
+
+    async def stalled(self) -> set[str]:
+        """Return the instances that QEMU has stopped for lack of disk space. Skips those that do not answer."""
+        semaphore = asyncio.Semaphore(_MAX_CONCURRENT_QUERIES)
+
+        async def is_stalled(machine: Machine) -> bool:
+            async with semaphore:
+                with contextlib.suppress(BackendFailed, Timeout):
+                    return not machine.has_ended and await machine.is_stalled()
+            return False
+
+        machines = {instance: machine for instance, (machine, _) in self._running.items()}
+        answers = await asyncio.gather(*map(is_stalled, machines.values()))
+        return {instance for instance, answer in zip(machines, answers, strict=True) if answer}
 
     def addresses(self) -> dict[str, str]:
         """Return the host-side address of each machine, keyed by instance."""

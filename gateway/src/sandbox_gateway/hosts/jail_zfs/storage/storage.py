@@ -93,6 +93,12 @@ class ZfsStorage:
         self._lock.release()
 
     @translate_errors
+    def space(self) -> tuple[int, int]:
+        """Return the bytes that are free for the root dataset, and the sum of these and the used ones."""
+        facts = zfs.get_props([self.root.dataset], ["available", "used"])[self.root.dataset]
+        return facts["available"].number, facts["available"].number + facts["used"].number
+
+    @translate_errors
     def scan(self, teardown: Callable[[str], None] = lambda instance: None) -> StorageScan:
         """Find all objects and remove uncommitted ones. Damaged objects are reported and do not stop the scan.
 

@@ -30,6 +30,8 @@ _PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
 _TICKS_PER_SECOND = os.sysconf("SC_CLK_TCK")
 QMP_SECONDS = 20.0
 _TAIL = 500
+_STALLED = "io-error"
+"""QEMU's name for the state of a machine that it stopped because a write to the disk failed for lack of space."""
 _RESTORE_INTERVAL = 0.005
 
 
@@ -122,7 +124,7 @@ class Machine:
     async def wait_until_restored(self) -> None:
         """Wait until a held machine has loaded its state. Raises BackendFailed if it ends before, or Timeout."""
         async with asyncio.timeout(QMP_SECONDS):
-            while cast("dict[str, str]", await self.execute("query-status"))["status"] == "inmigrate":  # noqa: ASYNC110 - QEMU sends no event that it can wait for
+            while await self._status() == "inmigrate":  # noqa: ASYNC110 - QEMU sends no event that it can wait for
                 await asyncio.sleep(_RESTORE_INTERVAL)
         self.is_held = True
 
@@ -135,11 +137,17 @@ class Machine:
 
     async def continue_if_stopped(self) -> bool:
         """Resume the machine if it is stopped. Returns whether it was stopped."""
-        status = cast("dict[str, str]", await self.execute("query-status"))["status"]
-        stopped = status in ("paused", "io-error")  # io-error: the host had no space left for the disk
+        stopped = await self._status() in ("paused", _STALLED)
         if stopped:
             await self.cont()
         return stopped
+
+    async def is_stalled(self) -> bool:
+        """Return whether QEMU has stopped the machine because the host had no space left for its disk."""
+        return await self._status() == _STALLED
+
+    async def _status(self) -> str:
+        return cast("dict[str, str]", await self.execute("query-status"))["status"]
 
     async def save_devices(self, filename: str) -> None:
         """Write the device state (not RAM) of the stopped machine to ``filename``, a name that ``added_fd`` yields."""
