@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from benchmarks.benches.cli import Cli
 from benchmarks.benches.clone import Clone
 from benchmarks.benches.connection import Connection
 from benchmarks.benches.dirty import Dirty
@@ -26,6 +27,7 @@ BENCHES: tuple[Bench, ...] = (
     Clone(),
     Idle(),
     Http(),
+    Cli(),
     Memory(),
     Sdk(),
     JailZfs(),

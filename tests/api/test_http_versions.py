@@ -8,9 +8,8 @@ import subprocess
 import sys
 from pathlib import Path
 
-import pytest
-
 from tests.api.memory_gateway import ADMIN_KEY, MemoryGateway
+from tests.support.certificates import create_certificate
 
 _SCRIPT = """
 import json, sys
@@ -21,24 +20,8 @@ print(box.is_running(), box.kill(), box.is_running())
 """
 
 
-@pytest.fixture
-def certificate(tmp_path: Path) -> tuple[Path, Path]:
-    cert, key = tmp_path / "cert.pem", tmp_path / "key.pem"
-    subprocess.run(
-        [
-            *("openssl", "req", "-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:P-256", "-nodes"),
-            *("-days", "1", "-subj", "/CN=localhost", "-addext", "subjectAltName=DNS:localhost"),
-            *("-addext", "basicConstraints=critical,CA:FALSE", "-keyout", str(key), "-out", str(cert)),
-        ],
-        check=True,
-        capture_output=True,
-        timeout=60,
-    )
-    return cert, key
-
-
-def test_the_e2b_client_works_without_settings(tmp_path: Path, certificate: tuple[Path, Path]) -> None:
-    cert, key = certificate
+def test_the_e2b_client_works_without_settings(tmp_path: Path) -> None:
+    cert, key = create_certificate(tmp_path)
     gateway = MemoryGateway(tmp_path, server={"tls_cert": str(cert), "tls_key": str(key)})
     try:
         gateway.build_template("base", packages=["python3"])

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import re
 import subprocess
-import sys
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -14,6 +13,7 @@ import pytest
 
 from tests.api.memory_gateway import ADMIN_KEY, READ_KEY, MemoryGateway
 from tests.cli.running import SANDBOXCTL, Run, check_succeeded
+from tests.support.certificates import create_certificate
 from tests.support.waiting import eventually
 
 
@@ -235,6 +235,22 @@ def test_every_page_of_a_long_list_is_printed(run: Run, monkeypatch: pytest.Monk
     assert len(check_succeeded(run("list", "--json")).json) == 5
 
 
+def test_a_gateway_with_tls_is_trusted_only_with_its_authority(
+    tmp_path: Path, run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cert, key = create_certificate(tmp_path)
+    gateway = MemoryGateway(tmp_path, server={"tls_cert": str(cert), "tls_key": str(key)})
+    url = f"https://localhost:{gateway.port}"
+    try:
+        refused = run("list", url=url, token=READ_KEY)
+        assert refused.code == 5 and "certificate verify failed" in refused.err and "SSL_CERT_FILE" in refused.err
+        monkeypatch.setenv("SSL_CERT_FILE", str(cert))
+        assert check_succeeded(run("list", "--json", url=url, token=READ_KEY)).json == []
+        assert run("list", url=url, token="wrong-key-0123456789").code == 5
+    finally:
+        gateway.end()
+
+
 def test_help_is_quick_and_complete() -> None:
     started_at = time.monotonic()
     result = subprocess.run(
@@ -248,18 +264,6 @@ def test_help_is_quick_and_complete() -> None:
     for word in ("template", "create", "exec", "rollback", "clone", "promote", "tree", "events", "Exit codes"):
         assert word in result.stdout
     assert seconds < 5
-
-
-def test_version_imports_no_slow_libraries() -> None:
-    code = (
-        "import sys; sys.argv = ['sandboxctl', '--version']\n"
-        "from sandbox_gateway.cli.main import main\n"
-        "try: main()\n"
-        "except SystemExit: pass\n"
-        "print([name for name in ('httpx', 'rich.table', 'fastapi', 'numpy') if name in sys.modules])"
-    )
-    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60)
-    assert result.stdout.splitlines()[-1] == "[]"
 
 
 def test_events_are_printed_as_json_lines(memory_gateway: MemoryGateway, run: Run) -> None:

@@ -20,7 +20,7 @@ import yaml
 
 from sandbox_gateway import errors
 from sandbox_gateway.api.native.requests import CreateTemplate
-from sandbox_gateway.cli import formats, main
+from sandbox_gateway.cli import app, formats
 from sandbox_gateway.config import Config
 from sandbox_gateway.records import OnTimeout
 from sandbox_gateway.server import daemon, serving
@@ -398,7 +398,7 @@ def check_values(params: Mapping[str, Any]) -> None:
             read(params[name])
 
 
-PROGRAMS = {"sandboxctl": main.app, "sandbox-gateway": daemon.app}
+PROGRAMS = {"sandboxctl": app.app, "sandbox-gateway": daemon.app}
 
 
 def check_command(argv: list[str]) -> None:

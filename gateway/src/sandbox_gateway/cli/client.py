@@ -1,16 +1,21 @@
-"""An HTTP client of the gateway, over its unix socket or TCP."""
+"""An HTTP client of the gateway, over its unix socket or TCP. Uses only modules that are quick to import."""
 
 from __future__ import annotations
 
+import base64
+import http.client
 import json
+import os
+import socket
+import ssl
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
-from typing import Any
-from urllib.parse import quote
-
-import httpx
+from urllib.parse import quote, unquote, urlencode, urlsplit
 
 from sandbox_gateway.cli.failure import Exit, Failure, failure_from_response
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from typing import Any
 
 DEFAULT_URL = "unix:///run/sandbox-gateway/gateway.sock"
 CONNECT_SECONDS = 10.0
@@ -26,19 +31,10 @@ class Client:
 
     def __init__(self, url: str, token: str = "") -> None:
         self.url = url
-        headers = {"X-API-Key": token} if token else {}
-        timeout = httpx.Timeout(None, connect=CONNECT_SECONDS)
-        if url.startswith("unix://"):
-            transport = httpx.HTTPTransport(uds=url.removeprefix("unix://"))
-            self._http = httpx.Client(
-                transport=transport, base_url="http://gateway", headers=headers, timeout=timeout, trust_env=False
-            )
-        elif url.startswith(("http://", "https://")):
-            self._http = httpx.Client(base_url=url, headers=headers, timeout=timeout)
-        else:
-            raise Failure(
-                f"{url!r} is not the address of a gateway", Exit.USAGE, "use unix:///path, http:// or https://"
-            )
+        self._address = _Address(url)
+        self._headers = {**self._address.headers, **({"X-API-Key": token} if token else {})}
+        self._connection: http.client.HTTPConnection | None = None
+        """The connection of ``call``, which is used again."""
 
     def call(
         self,
@@ -50,10 +46,7 @@ class Client:
     ) -> Any:
         """Send a request. Returns the JSON of the response; None if it is empty."""
         params = params if body is None else {**(params or {}), "strict": True}
-        with self._errors_translated():
-            response = self._http.request(method, route, json=body, params=params, headers=headers)
-        self._raise_for_error(response)
-        return response.json() if response.content else None
+        return self._call(method, route, body, params, headers)[0]
 
     def get(self, route: str, **params: Any) -> Any:
         return self.call("GET", route, params=_remove_empty(params))
@@ -63,21 +56,23 @@ class Client:
         items: list[Any] = []
         token = ""
         while True:
-            with self._errors_translated():
-                response = self._http.get(route, params=_remove_empty({**params, "limit": 1000, "nextToken": token}))
-            self._raise_for_error(response)
-            items += response.json()
-            token = response.headers.get("x-next-token", "")
+            page, headers = self._call("GET", route, None, _remove_empty({**params, "limit": 1000, "nextToken": token}))
+            items += page
+            token = headers.get("x-next-token", "")
             if not token:
                 return items
 
     def lines(self, route: str, **params: Any) -> Iterator[str]:
-        """Yield the lines of a response as they arrive."""
-        with self._errors_translated(), self._http.stream("GET", route, params=_remove_empty(params)) as response:
-            if response.is_error:
-                response.read()
-            self._raise_for_error(response)
-            yield from response.iter_lines()
+        """Yield the lines of a response as they arrive, over a connection of its own."""
+        connection = self._address.connection()
+        try:
+            response = self._request(connection, "GET", route, None, _remove_empty(params))
+            if not 200 <= response.status < 300:
+                raise failure_from_response(response.status, _parse(self._read(response)))
+            while line := self._read(response, line=True):
+                yield line.decode(errors="replace").rstrip("\r\n")
+        finally:
+            connection.close()
 
     def events(self, operation: str = "") -> Iterator[tuple[str, dict[str, Any]]]:
         """Yield (type, data) of each event as it happens. The first is ("connected", {}): no later event is missed."""
@@ -90,47 +85,174 @@ class Client:
             elif line.startswith("data: "):
                 yield kind, json.loads(line.removeprefix("data: "))
 
-    @contextmanager
-    def _errors_translated(self) -> Iterator[None]:
+    def _call(
+        self,
+        method: str,
+        route: str,
+        body: Mapping[str, Any] | None,
+        params: Mapping[str, Any] | None,
+        headers: Mapping[str, str] | None = None,
+    ) -> tuple[Any, http.client.HTTPMessage]:
+        """Send a request. Returns the JSON of the response, or None if it is empty, and its headers."""
+        if self._connection is None:
+            self._connection = self._address.connection()
+        response = self._request(self._connection, method, route, body, params, headers)
+        content = self._read(response)
+        parsed = _parse(content)
+        if not 200 <= response.status < 300 or (content and parsed is None and content.strip() != b"null"):
+            raise failure_from_response(response.status, parsed)
+        return parsed, response.headers
+
+    def _request(
+        self,
+        connection: http.client.HTTPConnection,
+        method: str,
+        route: str,
+        body: Mapping[str, Any] | None = None,
+        params: Mapping[str, Any] | None = None,
+        headers: Mapping[str, str] | None = None,
+    ) -> http.client.HTTPResponse:
+        target = self._address.prefix + route
+        if params:
+            target += f"?{urlencode({key: _format_param(value) for key, value in params.items()})}"
+        sent_headers = {**self._headers, **(headers or {})}
+        content = None
+        if body is not None:
+            content, sent_headers["Content-Type"] = json.dumps(body).encode(), "application/json"
+        self._connect(connection)
         try:
-            yield
-        except httpx.ConnectError as error:
-            message = f"cannot reach the gateway at {self.url}: {_connect_failure_reason(error)}"
-            raise Failure(message, Exit.UNREACHABLE, _connect_failure_hint(error)) from None
-        except httpx.TimeoutException:
-            raise Failure(f"the gateway at {self.url} did not respond in time", Exit.UNREACHABLE, "try again") from None
-        except httpx.TransportError as error:
+            connection.request(method, target, content, sent_headers)
+            return connection.getresponse()
+        except (OSError, http.client.HTTPException) as error:
+            raise self._lost(error) from None
+        except ValueError:  # A header must be Latin-1 text without line breaks.
             raise Failure(
-                f"the connection to the gateway at {self.url} was lost: {error}",
-                Exit.UNREACHABLE,
-                "the gateway may have restarted: check the result of the request, then try again",
-            ) from None
-        except httpx.InvalidURL as error:
-            raise Failure(
-                f"{self.url!r} is not the address of a gateway: {error}",
-                Exit.USAGE,
-                "use unix:///path, http:// or https://",
+                "the API key contains characters that cannot be sent", Exit.USAGE, "check the key, or its file"
             ) from None
 
-    def _raise_for_error(self, response: httpx.Response) -> None:
-        if response.is_success:
+    def _connect(self, connection: http.client.HTTPConnection) -> None:
+        if connection.sock is not None:
             return
         try:
-            body = response.json()
-        except ValueError:
-            body = None
-        raise failure_from_response(response.status_code, body)
+            connection.connect()
+        except TimeoutError:
+            raise Failure(f"the gateway at {self.url} did not respond in time", Exit.UNREACHABLE, "try again") from None
+        except (OSError, http.client.HTTPException) as error:
+            message = f"cannot reach the gateway at {self.url}: {_connect_failure_reason(error)}"
+            raise Failure(message, Exit.UNREACHABLE, _connect_failure_hint(error)) from None
+        assert connection.sock is not None
+        connection.sock.settimeout(None)  # A request may take as long as its work.
+
+    def _read(self, response: http.client.HTTPResponse, *, line: bool = False) -> bytes:
+        try:
+            return response.readline() if line else response.read()
+        except (OSError, http.client.HTTPException) as error:
+            raise self._lost(error) from None
+
+    def _lost(self, error: Exception) -> Failure:
+        return Failure(
+            f"the connection to the gateway at {self.url} was lost: {error or type(error).__name__}",
+            Exit.UNREACHABLE,
+            "the gateway may have restarted: check the result of the request, then try again",
+        )
+
+
+class _Address:
+    """The address of a gateway: how to connect to it, and what each request needs because of it."""
+
+    def __init__(self, url: str) -> None:
+        self.prefix = ""
+        self.headers: dict[str, str] = {}
+        self._socket_path = url.removeprefix("unix://") if url.startswith("unix://") else ""
+        if self._socket_path:
+            return
+        try:
+            parts = urlsplit(url)
+            self._host, self._port = parts.hostname or "", parts.port
+        except ValueError as error:
+            raise _invalid(url, f": {error}") from None
+        if parts.scheme not in ("http", "https") or not self._host:
+            raise _invalid(url)
+        self._is_tls = parts.scheme == "https"
+        self.prefix = parts.path.rstrip("/")
+        if parts.username is not None:
+            credentials = f"{unquote(parts.username)}:{unquote(parts.password or '')}"
+            self.headers["Authorization"] = f"Basic {base64.b64encode(credentials.encode()).decode()}"
+        self._proxy = _find_proxy(parts.scheme, self._host)
+        if self._proxy and not self._is_tls:
+            self.prefix = f"http://{parts.netloc.rpartition('@')[2]}{self.prefix}"
+
+    def connection(self) -> http.client.HTTPConnection:
+        if self._socket_path:
+            return _UnixConnection(self._socket_path)
+        kind = _tls_connection if self._is_tls else http.client.HTTPConnection
+        if not self._proxy:
+            return kind(self._host, self._port, timeout=CONNECT_SECONDS)
+        proxy = urlsplit(self._proxy if "//" in self._proxy else f"//{self._proxy}")
+        connection = kind(proxy.hostname or "", proxy.port or 80, timeout=CONNECT_SECONDS)
+        if self._is_tls:
+            connection.set_tunnel(self._host, self._port or 443)
+        return connection
+
+
+class _UnixConnection(http.client.HTTPConnection):
+    def __init__(self, path: str) -> None:
+        super().__init__("gateway", timeout=CONNECT_SECONDS)
+        self._path = path
+
+    def connect(self) -> None:
+        self.sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        try:
+            self.sock.settimeout(CONNECT_SECONDS)
+            self.sock.connect(self._path)
+        except BaseException:
+            self.close()
+            raise
+
+
+def _tls_connection(host: str, port: int | None, *, timeout: float) -> http.client.HTTPSConnection:
+    """Create a connection that trusts the system's authorities, or those in SSL_CERT_FILE or SSL_CERT_DIR."""
+    return http.client.HTTPSConnection(host, port, timeout=timeout, context=ssl.create_default_context())
+
+
+def _find_proxy(scheme: str, host: str) -> str:
+    """Return the proxy that HTTP_PROXY, HTTPS_PROXY, ALL_PROXY and NO_PROXY select, or "" for none."""
+    if not any(name.lower() in (f"{scheme}_proxy", "all_proxy") for name in os.environ):
+        return ""
+    from urllib.request import getproxies, proxy_bypass
+
+    if proxy_bypass(host):
+        return ""
+    proxies = getproxies()
+    return proxies.get(scheme) or proxies.get("all", "")
+
+
+def _invalid(url: str, reason: str = "") -> Failure:
+    return Failure(
+        f"{url!r} is not the address of a gateway{reason}", Exit.USAGE, "use unix:///path, http:// or https://"
+    )
+
+
+def _parse(content: bytes) -> Any:
+    try:
+        return json.loads(content)
+    except ValueError:
+        return None
+
+
+def _format_param(value: Any) -> str:
+    return str(value).lower() if isinstance(value, bool) else str(value)
 
 
 def _remove_empty(params: Mapping[str, Any]) -> dict[str, Any]:
     return {key: value for key, value in params.items() if value not in (None, "", False)}
 
 
-def _connect_failure_reason(error: httpx.ConnectError) -> str:
+def _connect_failure_reason(error: Exception) -> str:
     return str(error).partition("] ")[2] or str(error)
 
 
-def _connect_failure_hint(error: httpx.ConnectError) -> str:
+def _connect_failure_hint(error: Exception) -> str:
     text = str(error).lower()
     if "permission denied" in text:
         return "run this as root, or as a member of the socket's group"

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
-from typing import Any
 
 from sandbox_gateway.cli.failure import Exit, Failure
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from typing import Any
 
 _MIB = {"": 1, "m": 1, "g": 1024, "t": 1024 * 1024}
 _SECONDS = {"": 1, "s": 1, "m": 60, "h": 3600, "d": 86400}
@@ -32,7 +35,7 @@ def parse_duration(text: str) -> float:
     return float(match[1]) * _SECONDS[match[2]]
 
 
-def parse_pairs(texts: list[str], noun: str) -> dict[str, str]:
+def parse_pairs(texts: Sequence[str], noun: str) -> dict[str, str]:
     """Parse texts such as `KEY=VALUE` into a mapping; ``noun``: what error messages call one of them."""
     pairs = {}
     for text in texts:

@@ -7,9 +7,8 @@ from typing import Annotated
 
 import typer
 
-from sandbox_gateway.cli import render
+from sandbox_gateway.cli import queries
 from sandbox_gateway.cli.context import Json, get_settings
-from sandbox_gateway.cli.formats import format_size
 from sandbox_gateway.control_characters import remove_control_characters
 
 
@@ -40,17 +39,4 @@ def events(
 
 def health(ctx: typer.Context, as_json: Json = False) -> None:
     """Check that the gateway is running, and show how much disk space and memory its host has left."""
-    settings = get_settings(ctx, as_json)
-    status = settings.client.get("/health")
-    if settings.json:
-        render.print_json(status)
-    else:
-        print(f"{status['status']}: {status['backend']}, version {status['version']}, {status['sandboxes']} sandboxes")
-        if room := status.get("room"):
-            for resource in ("disk", "memory"):
-                free, total, promised = (
-                    format_size(room[f"{resource}{kind}Bytes"]) for kind in ("Free", "Total", "Promised")
-                )
-                print(f"{resource}: {free} of {total} free, {promised} promised to sandboxes")
-            if stalled := room["stalled"]:
-                print(f"stopped, because the disk has no space left: {', '.join(stalled)}")
+    queries.show_health(get_settings(ctx, as_json))

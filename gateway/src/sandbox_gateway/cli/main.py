@@ -1,76 +1,32 @@
-"""`sandboxctl`: the command line and its global options."""
+"""The entry point of `sandboxctl`. Queries run without the command-line library, whose import takes most of their time.
+
+The modules that a query imports (`quick`, `queries`, `settings`, `client`, `render`, `formats`, `failure`) import only
+what `http.client` and `json` import as well, at least until they need more. That is why they do not use `typing`.
+"""
 
 from __future__ import annotations
 
 import sys
-from pathlib import Path
-from typing import Annotated
 
-import typer
-
-from sandbox_gateway import __version__
-from sandbox_gateway.cli import gateway, render, sandboxes, snapshots, templates, volumes
-from sandbox_gateway.cli.context import Settings
+from sandbox_gateway.cli import quick
 from sandbox_gateway.cli.failure import Exit, Failure
 
-_HELP = """Create, capture, fork and roll back sandboxes while they run.
-
-Exit codes: 0 success, 1 failure, 2 wrong usage, 3 not found, 4 in use or in the wrong state, 5 no access to the
-gateway, 6 no space. `exec` exits with the exit code of the program it ran.
-"""
 _INTERRUPTED = 130
-
-app = typer.Typer(
-    name="sandboxctl",
-    help=_HELP,
-    no_args_is_help=True,
-    pretty_exceptions_enable=False,
-    rich_markup_mode=None,
-    context_settings={"help_option_names": ["-h", "--help"]},
-)
-app.add_typer(templates.app, name="template")
-app.add_typer(snapshots.app, name="snapshot")
-app.add_typer(volumes.app, name="volume")
-sandboxes.register(app)
-snapshots.register(app)
-gateway.register(app)
-
-
-@app.callback(invoke_without_command=True)
-def _root(
-    ctx: typer.Context,
-    url: Annotated[
-        str,
-        typer.Option(
-            "--url",
-            envvar="SANDBOX_GATEWAY_URL",
-            show_default=False,
-            help="The gateway: unix:///path, http:// or https://. Default: its socket on this machine.",
-        ),
-    ] = "",
-    token: Annotated[str, typer.Option("--token", envvar="SANDBOX_GATEWAY_TOKEN", hidden=True)] = "",
-    token_file: Annotated[
-        Path | None,
-        typer.Option(
-            "--token-file",
-            metavar="FILE",
-            help="File that contains the API key. Alternatives: SANDBOX_GATEWAY_TOKEN, SANDBOX_GATEWAY_TOKEN_FILE.",
-        ),
-    ] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
-    version: Annotated[bool, typer.Option("--version", help="Print the version and exit.")] = False,
-) -> None:
-    if version:
-        typer.echo(__version__)
-        raise typer.Exit
-    ctx.obj = Settings(url=url, token=token, token_file=token_file, json=as_json)
 
 
 def main() -> None:
     """Run the command line. Prints a Failure to standard error, and exits with its code."""
     try:
+        query = quick.parse(sys.argv[1:])
+        if query is not None:
+            query()
+            sys.exit(Exit.OK)
+        from sandbox_gateway.cli.app import app
+
         app()
     except Failure as failure:
+        from sandbox_gateway.cli import render
+
         render.note(f"sandboxctl: {failure.message}")
         if failure.hint:
             render.note(f"  {failure.hint}")

@@ -3,14 +3,20 @@
 from __future__ import annotations
 
 import json
+import os
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any
 
 from sandbox_gateway.cli import formats
 from sandbox_gateway.control_characters import escape_control_characters, remove_control_characters
 
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from typing import Any
+
 _PLAIN_WIDTH = 200
+_GAP = "  "
+_BOLD, _PLAIN = "\x1b[1m", "\x1b[0m"
 
 
 def print_json(value: Any) -> None:
@@ -58,16 +64,21 @@ def templates(items: Sequence[Mapping[str, Any]]) -> None:
 
 def detail(item: Mapping[str, Any]) -> None:
     """Print the details of one item, one line per property."""
+    rows = [
+        (key, remove_control_characters(_format_value(key, value)))
+        for key, value in item.items()
+        if value not in (None, "", [], {}) and key not in _HIDDEN
+    ]
+    if _print_plainly(rows, bold_column=True):
+        return
     from rich.table import Table
     from rich.text import Text
 
     table = Table(box=None, show_header=False, pad_edge=False)
     table.add_column(style="bold")
     table.add_column(overflow="fold")
-    for key, value in item.items():
-        if value in (None, "", [], {}) or key in _HIDDEN:
-            continue
-        table.add_row(key, Text(remove_control_characters(_format_value(key, value))))
+    for key, value in rows:
+        table.add_row(key, Text(value))
     console().print(table)
 
 
@@ -96,18 +107,53 @@ _MAX_NAMES = 3
 
 
 def _table(heads: Sequence[str], rows: Iterable[Sequence[str]], empty: str) -> None:
+    cells = [tuple(remove_control_characters(cell) for cell in row) for row in rows]
+    if not cells:
+        note(empty)
+        return
+    if _print_plainly([tuple(heads), *cells]):
+        return
     from rich.table import Table
     from rich.text import Text
 
     table = Table(box=None, pad_edge=False, header_style="bold")
     for head in heads:
         table.add_column(head, overflow="fold")
-    for row in rows:
-        table.add_row(*(Text(remove_control_characters(cell)) for cell in row))
-    if table.row_count:
-        console().print(table)
-    else:
-        note(empty)
+    for row in cells:
+        table.add_row(*map(Text, row))
+    console().print(table)
+
+
+def _print_plainly(rows: Sequence[tuple[str, ...]], *, bold_column: bool = False) -> bool:
+    """Print a table as rich would, without rich, whose import takes longer than a request.
+
+    The first row is bold, or the first column. Returns False, and prints nothing, if only rich can print the table: if
+    it is too wide, or if a cell has several lines or characters other than ASCII.
+    """
+    if not all(cell.isascii() and cell.isprintable() for row in rows for cell in row):
+        return False
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    is_terminal = sys.stdout.isatty()
+    if sum(widths) + len(_GAP) * (len(widths) - 1) > (_terminal_width() if is_terminal else _PLAIN_WIDTH):
+        return False
+    has_styles = is_terminal and os.environ.get("TERM", "dumb") not in ("dumb", "unknown")
+    for number, row in enumerate(rows):
+        cells = [cell.ljust(width) for cell, width in zip(row, widths, strict=True)]
+        if has_styles and bold_column:
+            cells[0] = f"{_BOLD}{cells[0]}{_PLAIN}"
+        line = _GAP.join(cells).rstrip()
+        print(f"{_BOLD}{line}{_PLAIN}" if has_styles and number == 0 and not bold_column else line)
+    return True
+
+
+def _terminal_width() -> int:
+    """Return the columns of the terminal, or 0 if they are not known."""
+    if (columns := os.environ.get("COLUMNS", "")).isdigit():
+        return int(columns)
+    try:
+        return os.get_terminal_size(sys.stdout.fileno()).columns
+    except (OSError, ValueError):
+        return 0
 
 
 def _sandbox_row(item: Mapping[str, Any]) -> tuple[str, ...]:

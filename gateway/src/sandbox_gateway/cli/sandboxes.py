@@ -8,7 +8,7 @@ from typing import Annotated, Any
 
 import typer
 
-from sandbox_gateway.cli import formats, options, render
+from sandbox_gateway.cli import formats, options, queries, render
 from sandbox_gateway.cli.context import Json, SandboxRef, SnapshotRef, get_settings
 from sandbox_gateway.cli.failure import Exit, Failure
 
@@ -89,36 +89,18 @@ def list_(
     as_json: Json = False,
 ) -> None:
     """List sandboxes."""
-    from urllib.parse import urlencode
-
     settings = get_settings(ctx, as_json)
-    query = urlencode(formats.parse_pairs(metadata or [], "metadata"))
-    sandboxes = settings.client.get_all(
-        "/sandboxes", state=state, template=template, snapshotID=snapshot, metadata=query
-    )
-    render.print_json(sandboxes) if settings.json else render.sandboxes(sandboxes)
+    queries.list_sandboxes(settings, state=state, template=template, snapshot=snapshot, metadata=metadata or [])
 
 
 def show(ctx: typer.Context, sandbox: SandboxRef, as_json: Json = False) -> None:
     """Show the details of a sandbox."""
-    from sandbox_gateway.cli.client import path
-
-    settings = get_settings(ctx, as_json)
-    details = settings.client.get(path("sandboxes", sandbox))
-    render.print_json(details) if settings.json else render.detail(details)
+    queries.show_sandbox(get_settings(ctx, as_json), sandbox)
 
 
 def usage(ctx: typer.Context, sandbox: SandboxRef, as_json: Json = False) -> None:
     """Show how much disk and memory a sandbox uses."""
-    from sandbox_gateway.cli.client import path
-
-    settings = get_settings(ctx, as_json)
-    usage_fields = settings.client.get(path("sandboxes", sandbox, "usage"))
-    if settings.json:
-        render.print_json(usage_fields)
-    else:
-        disk, memory = formats.format_size(usage_fields["diskBytes"]), formats.format_size(usage_fields["memoryBytes"])
-        print(f"disk {disk}, memory {memory}")
+    queries.show_usage(get_settings(ctx, as_json), sandbox)
 
 
 def exec_(

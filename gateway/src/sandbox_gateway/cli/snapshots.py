@@ -6,7 +6,7 @@ from typing import Annotated, Any
 
 import typer
 
-from sandbox_gateway.cli import formats, options, render
+from sandbox_gateway.cli import formats, options, queries, render
 from sandbox_gateway.cli.context import Json, SandboxRef, SnapshotRef, get_settings
 from sandbox_gateway.cli.failure import Failure
 from sandbox_gateway.cli.sandboxes import print_forks, raise_first
@@ -81,19 +81,13 @@ def list_(
     as_json: Json = False,
 ) -> None:
     """List snapshots."""
-    settings = get_settings(ctx, as_json)
-    snapshots = settings.client.get_all("/snapshots", sandboxID=sandbox, templateID=template)
-    render.print_json(snapshots) if settings.json else render.snapshots(snapshots)
+    queries.list_snapshots(get_settings(ctx, as_json), sandbox=sandbox, template=template)
 
 
 @app.command("show")
 def show(ctx: typer.Context, snapshot: SnapshotRef, as_json: Json = False) -> None:
     """Show the details of a snapshot."""
-    from sandbox_gateway.cli.client import path
-
-    settings = get_settings(ctx, as_json)
-    details = settings.client.get(path("snapshots", snapshot))
-    render.print_json(details) if settings.json else render.detail(details)
+    queries.show_snapshot(get_settings(ctx, as_json), snapshot)
 
 
 @app.command("prewarm")

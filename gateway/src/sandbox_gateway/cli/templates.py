@@ -9,7 +9,7 @@ from typing import Annotated, Any
 
 import typer
 
-from sandbox_gateway.cli import formats, options, render
+from sandbox_gateway.cli import formats, options, queries, render
 from sandbox_gateway.cli.context import Json, TemplateRef, get_settings
 from sandbox_gateway.cli.failure import Exit, Failure
 from sandbox_gateway.cli.snapshots import WhenUnused, delete_each
@@ -100,19 +100,13 @@ def build(
 @app.command("list")
 def list_(ctx: typer.Context, as_json: Json = False) -> None:
     """List templates."""
-    settings = get_settings(ctx, as_json)
-    templates = settings.client.get_all("/templates")
-    render.print_json(templates) if settings.json else render.templates(templates)
+    queries.list_templates(get_settings(ctx, as_json))
 
 
 @app.command("show")
 def show(ctx: typer.Context, template: TemplateRef, as_json: Json = False) -> None:
     """Show the details of a template."""
-    from sandbox_gateway.cli.client import path
-
-    settings = get_settings(ctx, as_json)
-    details = settings.client.get(path("templates", template))
-    render.print_json(details) if settings.json else render.detail(details)
+    queries.show_template(get_settings(ctx, as_json), template)
 
 
 @app.command("delete")

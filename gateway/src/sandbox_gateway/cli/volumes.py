@@ -6,7 +6,7 @@ from typing import Annotated, Any
 
 import typer
 
-from sandbox_gateway.cli import formats, render
+from sandbox_gateway.cli import formats, queries, render
 from sandbox_gateway.cli.context import Json, SandboxRef, VolumeRef, get_settings
 from sandbox_gateway.cli.failure import Failure
 from sandbox_gateway.cli.sandboxes import raise_first
@@ -56,19 +56,13 @@ def create(
 @app.command("list")
 def list_(ctx: typer.Context, as_json: Json = False) -> None:
     """List volumes."""
-    settings = get_settings(ctx, as_json)
-    volumes = settings.client.get_all("/volumes")
-    render.print_json(volumes) if settings.json else render.volumes(volumes)
+    queries.list_volumes(get_settings(ctx, as_json))
 
 
 @app.command("show")
 def show(ctx: typer.Context, volume: VolumeRef, as_json: Json = False) -> None:
     """Show the details of a volume, such as its used space and its mounts."""
-    from sandbox_gateway.cli.client import path
-
-    settings = get_settings(ctx, as_json)
-    details = settings.client.get(path("volumes", volume))
-    render.print_json(details) if settings.json else render.detail(details)
+    queries.show_volume(get_settings(ctx, as_json), volume)
 
 
 @app.command("grow")

@@ -1,0 +1,80 @@
+"""Commands that only show something. `quick` and `app` call them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from urllib.parse import urlencode
+
+from sandbox_gateway.cli import formats, render
+from sandbox_gateway.cli.client import path
+from sandbox_gateway.cli.settings import Settings
+
+
+def list_sandboxes(
+    settings: Settings, *, state: str = "", template: str = "", snapshot: str = "", metadata: Sequence[str] = ()
+) -> None:
+    query = urlencode(formats.parse_pairs(metadata, "metadata"))
+    sandboxes = settings.client.get_all(
+        "/sandboxes", state=state, template=template, snapshotID=snapshot, metadata=query
+    )
+    render.print_json(sandboxes) if settings.json else render.sandboxes(sandboxes)
+
+
+def list_snapshots(settings: Settings, *, sandbox: str = "", template: str = "") -> None:
+    snapshots = settings.client.get_all("/snapshots", sandboxID=sandbox, templateID=template)
+    render.print_json(snapshots) if settings.json else render.snapshots(snapshots)
+
+
+def list_templates(settings: Settings) -> None:
+    templates = settings.client.get_all("/templates")
+    render.print_json(templates) if settings.json else render.templates(templates)
+
+
+def list_volumes(settings: Settings) -> None:
+    volumes = settings.client.get_all("/volumes")
+    render.print_json(volumes) if settings.json else render.volumes(volumes)
+
+
+def show_sandbox(settings: Settings, sandbox: str) -> None:
+    _show(settings, "sandboxes", sandbox)
+
+
+def show_snapshot(settings: Settings, snapshot: str) -> None:
+    _show(settings, "snapshots", snapshot)
+
+
+def show_template(settings: Settings, template: str) -> None:
+    _show(settings, "templates", template)
+
+
+def show_volume(settings: Settings, volume: str) -> None:
+    _show(settings, "volumes", volume)
+
+
+def _show(settings: Settings, collection: str, ref: str) -> None:
+    details = settings.client.get(path(collection, ref))
+    render.print_json(details) if settings.json else render.detail(details)
+
+
+def show_usage(settings: Settings, sandbox: str) -> None:
+    usage = settings.client.get(path("sandboxes", sandbox, "usage"))
+    if settings.json:
+        render.print_json(usage)
+    else:
+        print(f"disk {formats.format_size(usage['diskBytes'])}, memory {formats.format_size(usage['memoryBytes'])}")
+
+
+def show_health(settings: Settings) -> None:
+    status = settings.client.get("/health")
+    if settings.json:
+        render.print_json(status)
+        return
+    print(f"{status['status']}: {status['backend']}, version {status['version']}, {status['sandboxes']} sandboxes")
+    if room := status.get("room"):
+        for resource in ("disk", "memory"):
+            free, total, promised = (
+                formats.format_size(room[f"{resource}{kind}Bytes"]) for kind in ("Free", "Total", "Promised")
+            )
+            print(f"{resource}: {free} of {total} free, {promised} promised to sandboxes")
+        if stalled := room["stalled"]:
+            print(f"stopped, because the disk has no space left: {', '.join(stalled)}")

@@ -1,0 +1,110 @@
+"""Parse the command lines of queries without the command-line library.
+
+``parse`` understands only complete and correct command lines. All others, such as those with `--help` or with a wrong
+option, are left to `app`, which has the same commands and reports errors.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+
+from sandbox_gateway.cli import queries
+from sandbox_gateway.cli.settings import Settings
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from typing import Any
+
+_FLAG = "--json"
+_GLOBAL_OPTIONS = {"--url": "url", "--token": "token", "--token-file": "token_file"}
+REPEATABLE = ("metadata",)
+"""Parameters whose options can be given several times."""
+
+
+class Query:
+    """A command: a function of `queries`, the number of its operands, and the parameters of its options."""
+
+    def __init__(self, run: Callable[..., None], operands: int = 0, options: Mapping[str, str] | None = None) -> None:
+        self.run = run
+        self.operands = operands
+        self.options = dict(options or {})
+
+
+QUERIES: dict[tuple[str, ...], Query] = {
+    ("list",): Query(
+        queries.list_sandboxes,
+        options={
+            "--state": "state",
+            "--template": "template",
+            "--snapshot": "snapshot",
+            "--metadata": "metadata",
+            "-m": "metadata",
+        },
+    ),
+    ("show",): Query(queries.show_sandbox, 1),
+    ("usage",): Query(queries.show_usage, 1),
+    ("health",): Query(queries.show_health),
+    ("snapshot", "list"): Query(queries.list_snapshots, options={"--sandbox": "sandbox", "--template": "template"}),
+    ("snapshot", "show"): Query(queries.show_snapshot, 1),
+    ("template", "list"): Query(queries.list_templates),
+    ("template", "show"): Query(queries.show_template, 1),
+    ("volume", "list"): Query(queries.list_volumes),
+    ("volume", "show"): Query(queries.show_volume, 1),
+}
+
+
+def parse(arguments: Sequence[str]) -> Callable[[], None] | None:
+    """Return a function that runs the query, or None if `app` has to parse the command line."""
+    if "_SANDBOXCTL_COMPLETE" in os.environ:  # The shell asks for completions.
+        return None
+    words, remaining = list(arguments), []
+    settings: dict[str, Any] = {}
+    while words and words[0].startswith("-"):
+        if (word := words.pop(0)) == _FLAG:
+            settings["json"] = True
+        elif (option := _take(word, words, _GLOBAL_OPTIONS)) is not None:
+            settings[option[0]] = option[1]
+        else:
+            return None
+    query = QUERIES.get(name := tuple(words[:1])) or QUERIES.get(name := tuple(words[:2]))
+    if query is None:
+        return None
+    words = words[len(name) :]
+    parameters: dict[str, Any] = {}
+    while words:
+        word = words.pop(0)
+        if word == _FLAG:
+            settings["json"] = True
+        elif not word.startswith("-"):
+            remaining.append(word)
+        elif (option := _take(word, words, query.options)) is None:
+            return None
+        elif option[0] in REPEATABLE:
+            parameters.setdefault(option[0], []).append(option[1])
+        else:
+            parameters[option[0]] = option[1]
+    if len(remaining) != query.operands:
+        return None
+    return partial(query.run, _settings(settings), *remaining, **parameters)
+
+
+def _take(word: str, words: list[str], options: Mapping[str, str]) -> tuple[str, str] | None:
+    """Return the parameter and the value of an option, whose value may be the next word. None if it is not known."""
+    name, equals, value = word.partition("=")
+    if name not in options or (equals and not name.startswith("--")):
+        return None
+    if not equals:
+        if not words or words[0].startswith("-"):
+            return None
+        value = words.pop(0)
+    return options[name], value
+
+
+def _settings(given: Mapping[str, Any]) -> Settings:
+    defaults = {
+        "url": os.environ.get("SANDBOX_GATEWAY_URL", ""),
+        "token": os.environ.get("SANDBOX_GATEWAY_TOKEN", ""),
+    }
+    return Settings(**{**defaults, **given})
