@@ -39,7 +39,9 @@ def test_forks_are_kept_ready_and_claimed(api: httpx.Client, snapshot: str) -> N
 
 
 def _claims(metrics: str) -> float:
-    (line,) = (line for line in metrics.splitlines() if line.startswith('sandbox_gateway_starts_total{how="prewarmed"} '))
+    (line,) = (
+        line for line in metrics.splitlines() if line.startswith('sandbox_gateway_starts_total{how="prewarmed"} ')
+    )
     return float(line.split()[1])
 
 
