@@ -301,6 +301,9 @@ class MemoryHost:
             self.machines[sandbox.instance].mounted = dict(self.mounted.get(snapshot.id, {}))
             self.machines[sandbox.instance].names = dict(self.names.get(snapshot.id, {}))
 
+    async def settle(self, fork: Sandbox) -> None:
+        assert fork.instance in self.machines
+
     async def claim(self, fork: Sandbox, sandbox: Sandbox) -> None:
         self.claimed += 1
         if sandbox.name in self.failing:

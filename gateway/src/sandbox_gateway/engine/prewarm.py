@@ -204,6 +204,7 @@ class Prewarm:
             if is_template:
                 await self._agents.identify(fork, booted=False)
                 await self._agents.client(fork).exec(_WARM_UP, timeout=_WARM_UP_SECONDS)
+            await self._host.settle(fork)
         except BaseException:
             await clean_up(log, self._host.discard(fork))
             raise

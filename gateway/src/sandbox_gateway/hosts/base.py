@@ -165,6 +165,9 @@ class Host(Protocol):
         machine stays stopped at that point until ``claim``. Cleans up on failure.
         """
 
+    async def settle(self, fork: Sandbox) -> None:
+        """Write what ``fork`` has changed to the disk, so that the commit of the sandbox that claims it is fast."""
+
     async def claim(self, fork: Sandbox, sandbox: Sandbox) -> None:
         """Give ``sandbox`` the machine of ``fork``, which was never committed, and let the machine continue.
 

@@ -172,6 +172,9 @@ class JailZfsHost:
             await finish_despite_cancellation(self.discard(sandbox))
             raise
 
+    async def settle(self, fork: Sandbox) -> None:
+        raise Unsupported("a jail cannot be held and claimed: fork the snapshot when you need it")
+
     async def claim(self, fork: Sandbox, sandbox: Sandbox) -> None:
         raise Unsupported("a jail cannot be held and claimed: fork the snapshot when you need it")
 

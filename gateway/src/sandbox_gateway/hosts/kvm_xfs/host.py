@@ -267,6 +267,10 @@ class KvmXfsHost:
                 await clean_up(logger, self.discard(sandbox))
                 raise
 
+    async def settle(self, fork: Sandbox) -> None:
+        with explaining_os_errors():
+            await asyncio.to_thread(instances.sync, self._layout.instance(fork))
+
     async def claim(self, fork: Sandbox, sandbox: Sandbox) -> None:
         with explaining_os_errors():
             try:

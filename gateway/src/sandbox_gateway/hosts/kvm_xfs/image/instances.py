@@ -38,6 +38,12 @@ def create_memory_file(files: Instance, memory_mb: int) -> None:
         image.truncate(memory_mb << 20)
 
 
+def sync(files: Instance) -> None:
+    """Write a machine's disk and the file system's log to the disk."""
+    directory_records.sync_file(files.disk)
+    directory_records.sync_directory(files.directory)
+
+
 def move(before: Instance, after: Instance) -> None:
     """Move a machine's files to another sandbox by one rename. The running machine keeps its open files."""
     after.directory.parent.mkdir(mode=0o711, exist_ok=True)
