@@ -5,6 +5,7 @@ Also checks that a test run leaves nothing behind on the machine.
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import os
 import secrets
@@ -66,9 +67,15 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> Iterator[None]:
     """Sort tests before and after pytest's own sorting, which groups them by the parameters of expensive fixtures."""
     if (seed := os.environ[_SEED_VARIABLE]) != "0":
-        items.sort(key=lambda item: (_random_key(seed, item.nodeid.partition("::")[0]), _random_key(seed, item.nodeid)))
+        items.sort(key=functools.partial(_random_place, seed))
     yield
     items.sort(key=lambda item: (_FOLDERS.index(_folder(item.nodeid)), item.path.name not in _SLOW_FILES))
+
+
+def _random_place(seed: str, item: pytest.Item) -> tuple[bytes, bytes]:
+    """Return the key that sorts files, and the tests in each file, randomly. The sort keeps the order of equal keys."""
+    is_fixed = item.get_closest_marker("in_order")
+    return _random_key(seed, item.nodeid.partition("::")[0]), b"" if is_fixed else _random_key(seed, item.nodeid)
 
 
 def _random_key(seed: str, name: str) -> bytes:

@@ -22,6 +22,8 @@ from tests.support import session
 from tests.support.gateway import Gateway
 from tests.support.roles import PlayResult, play
 
+pytestmark = pytest.mark.in_order
+
 Apply = Callable[..., PlayResult]
 
 
@@ -88,7 +90,7 @@ class Installation:
 
 @pytest.fixture(scope="module")
 def installation(xfs_root: Path, shared_gateway: Gateway, template: str) -> Iterator[Installation]:
-    """The installation for all tests of this file, which depend on their order. Its state contains the template."""
+    """The installation for all tests of this file. Its state contains the template."""
     root = session.run_dir() / "role"
     (root / "bin").mkdir(parents=True)
     installation = Installation(root, xfs_root / "role")

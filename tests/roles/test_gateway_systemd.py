@@ -23,6 +23,8 @@ from tests.support.gateway import Gateway
 from tests.support.roles import PlayResult, environment, play
 from tests.support.waiting import eventually
 
+pytestmark = pytest.mark.in_order
+
 PACKAGES = (
     "ca-certificates,dbus,e2fsprogs,iproute2,mmdebstrap,nftables,procps,python3,python3-venv,"
     "qemu-system-x86,systemd-sysv,xfsprogs,zstd"
