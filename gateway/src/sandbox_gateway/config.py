@@ -183,6 +183,13 @@ class Limits(_Section):
     concurrency: int = Field(
         4, ge=1, le=256, description="Maximum number of forks that one request makes at the same time."
     )
+    starts: int = Field(
+        0,
+        ge=0,
+        le=1024,
+        description="Maximum number of machines that start at the same time. Clients take turns, and so do the requests "
+        "of one client. 0: as many as the host has cores.",
+    )
     connections: int = Field(
         1000, ge=1, description="Maximum number of concurrent requests and WebSockets to one sandbox."
     )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections import Counter
 from typing import Any
 
@@ -12,10 +13,14 @@ from sandbox_gateway.engine.context import Context
 from sandbox_gateway.engine.locking import Locking
 from sandbox_gateway.engine.prewarm import Prewarm
 from sandbox_gateway.engine.record_changes import save_sandbox
+from sandbox_gateway.engine.start_slots import StartSlots
 from sandbox_gateway.errors import GatewayError, NotFound
 from sandbox_gateway.log import Logger
 from sandbox_gateway.records import Sandbox, SandboxState, Snapshot, new_id
 from sandbox_gateway.tasks import clean_up
+
+_MAX_SLOT_SECONDS = 3.0
+"""Longer than a start takes unless the guest or the host hangs."""
 
 log = Logger("engine")
 
@@ -30,6 +35,7 @@ class MachineLifecycle:
         self._agents = agents
         self._attachments = attachments
         self._prewarm = prewarm
+        self._slots = StartSlots(context.config.limits.starts or os.cpu_count() or 1, _MAX_SLOT_SECONDS)
         self.starts: Counter[str] = Counter()
         """Number of machines that were started, by how: "prewarmed", "memory" or "boot"."""
 
@@ -43,7 +49,8 @@ class MachineLifecycle:
         if with_memory and await self._claim(snapshot, sandbox):
             return
         with self._prewarm.starting_requested():
-            await self._start(snapshot, sandbox, with_memory=with_memory)
+            async with self._slots.hold():
+                await self._start(snapshot, sandbox, with_memory=with_memory)
 
     async def _claim(self, snapshot: Snapshot, sandbox: Sandbox) -> bool:
         """Give ``sandbox`` a prewarmed fork of ``snapshot``. Returns False if none is ready or the claim fails."""
@@ -76,6 +83,10 @@ class MachineLifecycle:
 
     async def boot(self, sandbox: Sandbox) -> None:
         """Boot a stopped sandbox from its own disk. On failure, stop it again."""
+        async with self._slots.hold():
+            await self._boot(sandbox)
+
+    async def _boot(self, sandbox: Sandbox) -> None:
         await self._host.boot(sandbox)
         try:
             await self._agents.identify(sandbox, booted=True)
@@ -117,7 +128,7 @@ class MachineLifecycle:
             self._context.background.start(self._mark_if_current(sandbox.id, sandbox.instance))
 
     def watch(self) -> None:
-        """Mark sandboxes as stopped from now on when their machines stop unexpectedly."""
+        """From now on, mark sandboxes as stopped when their machines stop unexpectedly."""
         self._host.on_exit(self._on_exit)
 
     def _on_exit(self, instance: str) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import hmac
+import itertools
 import os
 import re
 import stat
@@ -15,6 +16,7 @@ from pathlib import Path
 from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Receive, Scope, Send
 
+from sandbox_gateway.engine.start_slots import Requester, requester
 from sandbox_gateway.errors import Forbidden, Invalid, Unauthorized
 from sandbox_gateway.records import check_name
 
@@ -23,6 +25,7 @@ OPEN_PATHS = frozenset({"/health", "/healthz"})
 _EXEC = re.compile(r"/sandboxes/[^/]+/exec|/v1/sandboxes/[^/]+/(exec|eval|ping)")
 _CALLER = "sandbox_gateway.caller"
 _LOCAL = "sandbox_gateway.local"
+_request_numbers = itertools.count()
 
 
 class Permission(IntEnum):
@@ -104,7 +107,7 @@ def _check_mode(path: Path, status: os.stat_result) -> None:
 def _parse_line(line: str, where: str) -> Key:
     words = line.split()
     if len(words) != 3:
-        raise Invalid(f"{where}: a line has three words, not {len(words)}: write `name scope key`")
+        raise Invalid(f"{where}: the line has {len(words)} words instead of 3: write `name scope key`")
     name, scope, secret = words
     try:
         check_name(name)
@@ -115,8 +118,8 @@ def _parse_line(line: str, where: str) -> Key:
         raise Invalid(f"{where}: the scope {scope!r} is unknown: use read, exec or admin") from None
     if len(secret) < MIN_KEY_LENGTH:
         raise Invalid(
-            f"{where}: the key is {len(secret)} characters long, but needs at least {MIN_KEY_LENGTH}: create one with "
-            "`openssl rand -hex 32`"
+            f"{where}: the key is {len(secret)} characters long, but must have at least {MIN_KEY_LENGTH}: create one "
+            "with `openssl rand -hex 32`"
         )
     return Key(name, permission, digest(secret))
 
@@ -163,7 +166,7 @@ def caller_of(scope: Scope) -> Caller:
 
 
 def is_identified(scope: Scope) -> bool:
-    """Return whether a request has a valid key or came over the unix socket. Routes that need no key may ask."""
+    """Return whether a request has a valid key or came over the unix socket. For routes that need no key."""
     return _CALLER in scope
 
 
@@ -184,7 +187,7 @@ def required_permission(method: str, path: str) -> Permission:
     return Permission.ADMIN
 
 
-class Authorise:
+class AuthMiddleware:
     """Middleware that accepts control-plane requests only with a key of sufficient scope."""
 
     def __init__(self, app: ASGIApp, keys: Keys) -> None:
@@ -194,6 +197,7 @@ class Authorise:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "http":
             caller = identify(scope, self.keys)
+            requester.set(Requester(caller.name if caller else "", str(next(_request_numbers))))
             if scope["path"] not in OPEN_PATHS:
                 if caller is None:
                     raise unauthorized_error(scope, self.keys)
