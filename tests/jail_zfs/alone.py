@@ -46,7 +46,7 @@ def _private_pool(directory: Path) -> Iterator[Path]:
     """Run a private daemon with a pool. Yields the daemon's pid file."""
     pid_file, image = directory / "pid", directory / "image"
     with image.open("wb") as file:
-        file.truncate(512 << 20)
+        file.truncate(2048 << 20)  # sparse; an engine refuses forks if too little of a pool is free
     pools.start_daemon(pid_file)
     try:
         pools.run("zpool", "create", "-O", "atime=off", "-m", str(directory / "mnt"), _POOL, str(image))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import pytest
 
@@ -11,8 +11,9 @@ from tests.security.routes import Target, attack_target
 
 
 @pytest.fixture(scope="module")
-def shared_target(_memory_gateway: MemoryGateway) -> Iterator[Target]:
-    with attack_target(_memory_gateway) as target:
+def shared_target(_gateway_by_folder: Callable[[str], MemoryGateway]) -> Iterator[Target]:
+    """A target on a gateway of its own: ``memory_gateway`` removes everything from the other one after each test."""
+    with attack_target(_gateway_by_folder("targets")) as target:
         yield target
 
 

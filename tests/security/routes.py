@@ -110,23 +110,24 @@ def attack_target(memory_gateway: MemoryGateway) -> Iterator[Target]:
 @contextlib.contextmanager
 def recorded_effects(target: Target) -> Iterator[None]:
     """Record the requests to agents and the events in ``target`` inside the context."""
-    publish, answer = target.gateway.engine.events.publish, Machine._answer
+    publish, answer = target.gateway.engine.events.publish, Machine._handle_request
 
     def record_event(type: str, **data: Any) -> None:
         target.events.append(type)
         publish(type, **data)
 
     async def record_answer(machine: Machine, line: str, path: str, *args: Any) -> None:
-        target.agent_calls.append(path)
+        if machine in target.gateway.host.machines.values():
+            target.agent_calls.append(path)
         await answer(machine, line, path, *args)
 
     target.gateway.engine.events.publish = record_event  # type: ignore[method-assign]
-    Machine._answer = record_answer  # type: ignore[method-assign, assignment]
+    Machine._handle_request = record_answer  # type: ignore[method-assign, assignment]
     try:
         yield
     finally:
         target.gateway.engine.events.publish = publish  # type: ignore[method-assign]
-        Machine._answer = answer  # type: ignore[method-assign]
+        Machine._handle_request = answer  # type: ignore[method-assign]
 
 
 # --- spellings of a path --------------------------------------------------------------------------------------------

@@ -7,17 +7,16 @@ import json
 import os
 import sys
 import tracemalloc
-from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any, cast
+
+import pytest
 
 from sandbox_gateway.api.metrics import Metrics
 from sandbox_gateway.engine.builds import Build, LogLines
-from sandbox_gateway.engine.prewarm import Level
 from sandbox_gateway.hosts.kvm_xfs.image.layout import Instance
 from sandbox_gateway.hosts.kvm_xfs.qemu.machine import Machine
+from tests.support.memory_engine import open_engine
 
 MB = 1 << 20
 EVENT = {"event": "RTC_CHANGE", "data": {"offset": 1}, "timestamp": {"seconds": 1, "microseconds": 1}}
@@ -91,18 +90,13 @@ def test_a_short_build_log_is_complete() -> None:
     assert build.lines == ["ab", "c", "d"]
 
 
-def test_invented_statuses_share_one_metric_label() -> None:
-    empty_index = SimpleNamespace(list=lambda *kinds: [])
-    prewarm = SimpleNamespace(total=lambda: Level(0, 0))
-    machines = SimpleNamespace(starts=Counter())
-    engine: Any = SimpleNamespace(sandboxes=empty_index, snapshots=empty_index, prewarm=prewarm, machines=machines)
-    metrics = Metrics(cast(Any, engine))
-    for status in range(200, 600):
-        metrics.record_request("GET", "data plane", status, 0.1)
-    counts = [
-        line
-        for line in metrics.render().decode().splitlines()
-        if line.startswith("sandbox_gateway_request_seconds_count")
-    ]
+@pytest.mark.anyio
+async def test_invented_statuses_share_one_metric_label(tmp_path: Path) -> None:
+    async with open_engine(tmp_path) as engine:
+        metrics = Metrics(engine)
+        for status in range(200, 600):
+            metrics.record_request("GET", "data plane", status, 0.1)
+        rendered = metrics.render().decode()
+    counts = [line for line in rendered.splitlines() if line.startswith("sandbox_gateway_request_seconds_count")]
     assert len(counts) < 70
     assert any('status="404"' in line for line in counts) and any('status="other"' in line for line in counts)
