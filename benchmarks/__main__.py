@@ -37,12 +37,12 @@ def main() -> int:
         return 2
     session.run_id()
     leaks.sweep_earlier_runs()
-    before = leaks.take_inventory()
+    inventory = leaks.take_inventory()
     failed = True
     try:
         failed = bool(_run(options))
     finally:
-        leftovers = leaks.wait_for_leftovers(before)
+        leftovers = leaks.wait_for_leftovers(inventory)
         for leftover in leftovers:
             print(f"benchmarks: not removed: {leftover}", file=sys.stderr)
     return 1 if leftovers or failed else 0
@@ -50,8 +50,8 @@ def main() -> int:
 
 def _run(options: argparse.Namespace) -> list[str]:
     """Run the benches, and show and write their results. Returns the names of the benches that failed."""
-    started = datetime.now(UTC)
-    progress, out = Console(stderr=True), report.wide_console()
+    start_time = datetime.now(UTC)
+    progress, out = Console(stderr=True), report.create_console()
     results: list[Result] = []
     failed: list[str] = []
     with Context(quick=options.quick, console=progress) as ctx:
@@ -66,11 +66,13 @@ def _run(options: argparse.Namespace) -> list[str]:
                 report.show(results[-1], out)
         # Reading the platform creates a host, which a run of only the jail bench does not need.
         platform = ctx.kvm_xfs.host.platform if "kvm_xfs" in vars(ctx) else None
-        machine = report.machine(platform.accelerator if platform else "", platform.qemu_version if platform else "")
-    document = report.document(results, failed, machine=machine, quick=options.quick, started=started)
+        machine = report.describe_machine(
+            platform.accelerator if platform else "", platform.qemu_version if platform else ""
+        )
+    document = report.build_document(results, failed, machine=machine, quick=options.quick, start_time=start_time)
     if options.json:
         options.json.write_text(json.dumps(document, indent=1) + "\n")
-    if options.plot and plot.DRAWN & document["benches"].keys():
+    if options.plot and plot.PLOTTED_BENCHES & document["benches"].keys():
         plot.draw(document, options.plot)
     return failed
 
@@ -94,8 +96,8 @@ def _parse_options() -> argparse.Namespace:
     if unknown := [name for name in options.names if name not in names]:
         parser.error(f"unknown bench: {', '.join(unknown)}. Available benches: {', '.join(names)}")
     options.names = options.names or names
-    if options.plot and not plot.DRAWN & set(options.names):
-        parser.error(f"--plot draws only {' and '.join(sorted(plot.DRAWN))}: add at least one of them")
+    if options.plot and not plot.PLOTTED_BENCHES & set(options.names):
+        parser.error(f"--plot draws only {' and '.join(sorted(plot.PLOTTED_BENCHES))}: add at least one of them")
     return options
 
 

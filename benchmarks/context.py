@@ -115,13 +115,13 @@ class KvmXfs:
 
     def _build_template(self) -> None:
         self._ctx.print_progress(f"building the template ({MEMORY_MB} MiB of memory, {DISK_MB} MiB of disk)")
-        started = time.monotonic()
+        start_time = time.monotonic()
         recipe = Recipe(resources=Resources(memory_mb=MEMORY_MB, disk_mb=DISK_MB))
         build = self.live.do(self.live.engine.templates.build(TEMPLATE, recipe))
         lines = self.live.do(_collect_lines(build.follow()), timeout=1800)
         if build.status != "ready":
             raise RuntimeError("the template could not be built:\n" + "\n".join(lines[-20:]))
-        self._ctx.print_progress(f"built in {time.monotonic() - started:.0f} s; {self.host.platform}")
+        self._ctx.print_progress(f"built in {time.monotonic() - start_time:.0f} s; {self.host.platform}")
 
     def _close(self) -> None:
         self.live.remove_all()
@@ -165,7 +165,7 @@ class KvmXfs:
         if (result := self.live.do(execution)).exit_code != 0:
             raise RuntimeError(f"the script could not be started: {result.stderr.decode(errors='replace')}")
 
-    def raw(self, snapshot: Snapshot) -> RawQemu:
+    def raw_qemu(self, snapshot: Snapshot) -> RawQemu:
         """Return a context manager for QEMU without a gateway, on the files of ``snapshot``, as the floor."""
         return RawQemu(self.live, self.host.platform, snapshot, self.mount_point / "raw")
 

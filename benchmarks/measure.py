@@ -132,5 +132,5 @@ class Bench(Protocol):
 
 
 def percentile(samples: Sequence[float], percent: float) -> float:
-    """Return a percentile, interpolated linearly between the two nearest samples, or 0 without samples."""
+    """Return a percentile, interpolated linearly between the two nearest samples, or 0 if there are no samples."""
     return float(np.percentile(samples, percent)) if samples else 0.0

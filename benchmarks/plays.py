@@ -46,7 +46,7 @@ class Plays:
         changes: bool = True,
         **keywords: Any,
     ) -> list[TimedTask]:
-        """Run a play on all hosts. Raises RuntimeError if a task fails, or if it changes something but must not."""
+        """Run a play on all hosts. Raises RuntimeError if a task fails or unexpectedly changes something."""
         playbook, clock = self._scratch / "play.yml", self._scratch / "clock.jsonl"
         play = {"hosts": "all", "gather_facts": False, **keywords, "tasks": list(tasks)}
         playbook.write_text(json.dumps([play]))
@@ -62,16 +62,16 @@ class Plays:
             timeout=_TIMEOUT_SECONDS,
             check=False,
         )
-        marks = [json.loads(line) for line in clock.read_text().splitlines()]
-        hosts = marks[-1].get("hosts", {}) if marks else {}
+        events = [json.loads(line) for line in clock.read_text().splitlines()]
+        hosts = events[-1].get("hosts", {}) if events else {}
         has_failed = not hosts or any(host["failures"] or host["unreachable"] for host in hosts.values())
         if result.returncode or has_failed or (not changes and any(host["changed"] for host in hosts.values())):
             raise RuntimeError(
                 f"the play failed or changed something unexpectedly:\n{result.stdout[-3000:]}\n{result.stderr[-2000:]}"
             )
         return [
-            TimedTask(mark["task"], (following["at"] - mark["at"]) * 1000)
-            for mark, following in itertools.pairwise(marks)
+            TimedTask(event["task"], (next_event["at"] - event["at"]) * 1000)
+            for event, next_event in itertools.pairwise(events)
         ]
 
     def _settings(self, clock: Path) -> dict[str, str]:

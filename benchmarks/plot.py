@@ -37,16 +37,16 @@ def is_available() -> bool:
 
 
 def draw(document: dict[str, Any], target: Path) -> None:
-    """Draw the DRAWN benches of ``document`` as SVG. It must contain at least one of them."""
+    """Draw the PLOTTED_BENCHES in ``document`` as SVG. The document must contain at least one of them."""
     import matplotlib as mpl
     from matplotlib.figure import Figure
 
-    benches = [(name, document["benches"][name]["measures"]) for name in _DRAWN if name in document["benches"]]
+    benches = [(name, document["benches"][name]["measures"]) for name in _PLOTTERS if name in document["benches"]]
     with mpl.rc_context(_SETTINGS):
         figure = Figure(figsize=(5.8 * len(benches), 6.4), layout="constrained")
         axes = figure.subplots(2, len(benches), squeeze=False, height_ratios=(5, 1))
         for column, (name, measures) in enumerate(benches):
-            _DRAWN[name](axes[0][column], axes[1][column], measures)
+            _PLOTTERS[name](axes[0][column], axes[1][column], measures)
         figure.text(0.005, -0.02, _caption(document), color=_MUTED, fontsize=8, va="top")
         target.parent.mkdir(parents=True, exist_ok=True)
         figure.savefig(target, format="svg", metadata={"Date": None}, bbox_inches="tight", facecolor="white")
@@ -90,8 +90,8 @@ def _draw_memory(above: Axes, below: Axes, measures: dict[str, Any]) -> None:
     below.set_visible(False)
 
 
-_DRAWN = {"pause": _draw_pause, "fork": _draw_fork, "memory": _draw_memory}
-DRAWN = frozenset(_DRAWN)
+_PLOTTERS = {"pause": _draw_pause, "fork": _draw_fork, "memory": _draw_memory}
+PLOTTED_BENCHES = frozenset(_PLOTTERS)
 """The names of the benches that can be drawn."""
 
 

@@ -1,7 +1,7 @@
 """Measure the floor of a KVM/XFS host: QEMU with the gateway's command line, but without the gateway.
 
-Files, network slot and sockets are created before the clock starts. The measured time remains for any program that
-starts this QEMU on these files.
+Files, network slot and sockets are created before the clock starts. Any program that starts this QEMU on these
+files needs at least the measured time.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ class Times:
 
 
 class RawMachine:
-    """A QEMU process without a gateway. Call ``start``, measure, call ``end``. Then it can be started again."""
+    """A QEMU process without a gateway. Call ``start``, measure, then call ``end``. It can then be started again."""
 
     def __init__(self, files: Instance, spec: MachineSpec, slot: Slot, state: Path) -> None:
         self.files = files
@@ -71,18 +71,18 @@ class RawMachine:
 
         ``stepwise``: load the state with a separate command after QEMU has answered, to time both steps separately.
         """
-        with self._running(deferred=stepwise) as (started, address, state):
+        with self._running(deferred=stepwise) as (start_time, address, state):
             self._monitor = monitor = _Monitor(address)
             monitor.execute("qmp_capabilities")
             status = monitor.execute("query-status")
-            answered = time.perf_counter()
+            answer_time = time.perf_counter()
             if stepwise:
                 monitor.execute("migrate-incoming", {"uri": f"fd:{state}"})
             while status["status"] != "running":
                 monitor.wait_event("RESUME", 0.005)
                 status = monitor.execute("query-status")
-            running = time.perf_counter()
-        return Times((answered - started) * 1000, (running - started) * 1000)
+            resume_time = time.perf_counter()
+        return Times((answer_time - start_time) * 1000, (resume_time - start_time) * 1000)
 
     def start_without_guest(self) -> None:
         """Start QEMU without loading a state, so that no guest runs."""
@@ -96,39 +96,39 @@ class RawMachine:
         Does not execute QMP commands.
         """
         message = b"?" + uuid.uuid4().bytes
-        with self._running(deferred=False) as (started, _, _):
+        with self._running(deferred=False) as (start_time, _, _):
             assert self._line is not None
             self._line.settimeout(_TIMEOUT_SECONDS)
             self._line.sendall(message)
             self._read_until(message)
-            answered = time.perf_counter()
+            answer_time = time.perf_counter()
             self._line.sendall(b"={}")
-        return (answered - started) * 1000
+        return (answer_time - start_time) * 1000
 
-    def start_held(self) -> None:
-        """Start QEMU, load the state, and leave the guest stopped."""
+    def start_paused(self) -> None:
+        """Start QEMU, load the state, and leave the guest paused."""
         with self._running(deferred=False, hold=True) as (_, address, _):
             self._monitor = _Monitor(address)
             self._monitor.execute("qmp_capabilities")
             while self._monitor.execute("query-status")["status"] == "inmigrate":
                 time.sleep(_RETRY_SECONDS)
 
-    def cont_and_ping(self) -> tuple[float, float]:
-        """Let the guest of a held machine continue, with a message on its serial line.
+    def resume_and_ping(self) -> tuple[float, float]:
+        """Resume the guest of a paused machine, with a message on its serial line.
 
-        Returns the milliseconds until QEMU has answered, and until the agent has answered.
+        Returns the milliseconds until QEMU has answer_time, and until the agent has answer_time.
         """
         assert self._line is not None and self._monitor is not None
         message = b"?" + uuid.uuid4().bytes
         self._line.settimeout(_TIMEOUT_SECONDS)
         self._line.sendall(message)
-        started = time.perf_counter()
+        start_time = time.perf_counter()
         self._monitor.execute("cont")
-        continued = time.perf_counter()
+        resume_time = time.perf_counter()
         self._read_until(message)
-        answered = time.perf_counter()
+        answer_time = time.perf_counter()
         self._line.sendall(b"={}")
-        return (continued - started) * 1000, (answered - started) * 1000
+        return (resume_time - start_time) * 1000, (answer_time - start_time) * 1000
 
     def _read_until(self, message: bytes) -> None:
         assert self._line is not None
@@ -156,8 +156,8 @@ class RawMachine:
                 argv = arguments(self._spec, self.files, qmp_fd=fds[0], line_fd=fds[1], state_fd=fds[2], hold=hold)
                 if deferred:
                     argv[argv.index("-incoming") + 1] = "defer"
-                started = self._spawn(argv, fds, output.fileno())
-            yield started, address, state.fileno()
+                start_time = self._spawn(argv, fds, output.fileno())
+            yield start_time, address, state.fileno()
 
     def execute(self, command: str, arguments: dict[str, Any] | None = None) -> dict[str, Any]:
         assert self._monitor is not None, "the machine is not started"
@@ -200,14 +200,14 @@ class RawMachine:
 
     def _spawn(self, argv: list[str], pass_fds: list[int], output: int) -> float:
         """Start QEMU in the slot's network namespace. Returns the time just before the start."""
-        started = 0.0
+        start_time = 0.0
 
         def start_in_namespace() -> None:  # runs in a new thread, because it changes the thread's namespace
-            nonlocal started
+            nonlocal start_time
             with self.slot.path.open("rb") as namespace:
                 if _libc.setns(namespace.fileno(), _CLONE_NEWNET) != 0:
                     raise OSError(ctypes.get_errno(), f"setns {self.slot.path}")
-            started = time.perf_counter()
+            start_time = time.perf_counter()
             self._process = subprocess.Popen(
                 argv,
                 stdin=subprocess.DEVNULL,
@@ -223,7 +223,7 @@ class RawMachine:
         thread.join()
         if self._process is None:
             raise RuntimeError(f"QEMU could not be started in {self.slot.path}")
-        return started
+        return start_time
 
     def _output(self) -> str:
         return self._log.read_text(errors="replace").strip()[-500:]
@@ -273,9 +273,9 @@ class RawQemu:
         machines = self.machines(count)
         with ThreadPoolExecutor(concurrency) as pool:
             list(pool.map(lambda machine: None, machines))  # create the threads before the clock starts
-            started = time.perf_counter()
+            start_time = time.perf_counter()
             list(pool.map(lambda machine: machine.start(), machines))
-            return (time.perf_counter() - started) * 1000
+            return (time.perf_counter() - start_time) * 1000
 
     def _create_machine(self, number: int) -> RawMachine:
         slot = self._live.do(self._slots.take(NetworkPolicy()))
@@ -321,7 +321,7 @@ class _Monitor:
         return f"/dev/fdset/{self._read_answer('add-fd')['fdset-id']}"
 
     def wait_event(self, name: str, seconds: float) -> None:
-        """Wait until an event has arrived, but at most ``seconds``."""
+        """Wait for an event for at most ``seconds``."""
         deadline = time.perf_counter() + seconds
         while name not in self._events and (remaining := deadline - time.perf_counter()) > 0:
             if b"\n" in self._data or select.select([self._socket], [], [], remaining)[0]:

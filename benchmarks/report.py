@@ -19,7 +19,7 @@ SCHEMA = 1
 _WIDTH = 120
 
 
-def machine(accelerator: str, qemu: str) -> dict[str, Any]:
+def describe_machine(accelerator: str, qemu: str) -> dict[str, Any]:
     """Return the properties of the machine that the numbers depend on."""
     return {
         "cpus": os.cpu_count(),
@@ -33,13 +33,13 @@ def machine(accelerator: str, qemu: str) -> dict[str, Any]:
     }
 
 
-def document(
-    results: list[Result], failed: list[str], *, machine: dict[str, Any], quick: bool, started: datetime
+def build_document(
+    results: list[Result], failed: list[str], *, machine: dict[str, Any], quick: bool, start_time: datetime
 ) -> dict[str, Any]:
     """Return the results in the format that README.md describes under "JSON"."""
     return {
         "schema": SCHEMA,
-        "started_at": started.isoformat(timespec="seconds"),
+        "started_at": start_time.isoformat(timespec="seconds"),
         "finished_at": datetime.now(UTC).isoformat(timespec="seconds"),
         "commit": _commit(),
         "quick": quick,
@@ -49,7 +49,7 @@ def document(
     }
 
 
-def wide_console() -> Console:
+def create_console() -> Console:
     """Return a console on standard output. If that is not a terminal, it is as wide as the tables need."""
     console = Console()
     return console if console.is_terminal else Console(width=_WIDTH)

@@ -65,7 +65,7 @@ class Timers:
         return spans
 
     def _wrap(self, key: str, function: Any) -> Any:
-        """Return a function that records its calls and calls ``function``."""
+        """Return a function that calls ``function`` and records each call."""
         if isinstance(function, classmethod | staticmethod):
             return type(function)(self._wrap(key, function.__func__))
         if inspect.iscoroutinefunction(function):
@@ -95,14 +95,14 @@ class Timers:
         self._spans[key].append(Span(start, time.perf_counter(), args))
 
 
-def milliseconds(work: Callable[[], T]) -> tuple[T, float]:
+def time_call(work: Callable[[], T]) -> tuple[T, float]:
     """Run ``work``. Returns its result and its duration in milliseconds."""
     start = time.perf_counter()
     result = work()
     return result, (time.perf_counter() - start) * 1000
 
 
-def shares(whole: Span, parts: dict[str, list[Span]]) -> dict[str, float]:
+def split_time(whole: Span, parts: dict[str, list[Span]]) -> dict[str, float]:
     """Return the milliseconds of ``whole`` that were spent in each part, and the remaining ones under "rest".
 
     The values add up to the duration of ``whole``. If parts overlap, the time counts for the first of them.

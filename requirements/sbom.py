@@ -1,7 +1,7 @@
-"""Print the software bill of materials of a host's gateway: CycloneDX JSON, from the pins and packages' metadata.
+"""Print the software bill of materials of a host's gateway as CycloneDX JSON, from the pins and package metadata.
 
-`sbom.py DIRECTORY`: DIRECTORY contains the installed pinned packages, the source of licences and dependencies. The
-output has no timestamp and no serial number, so it is reproducible.
+`sbom.py DIRECTORY`: DIRECTORY contains the installed pinned packages, which state their licences and dependencies. The
+output has neither a timestamp nor a serial number, so it is reproducible.
 """
 
 from __future__ import annotations
@@ -23,18 +23,18 @@ from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
 GATEWAY = Path(__file__).resolve().parent.parent / "gateway"
-RUNTIME = "requirements.txt"
-BUILD = ("requirements-build.txt", "requirements-maturin.txt")
+RUNTIME_FILE = "requirements.txt"
+BUILD_FILES = ("requirements-build.txt", "requirements-maturin.txt")
 HOSTS = (
     {"sys_platform": "linux", "os_name": "posix", "platform_system": "Linux", "extra": ""},
     {"sys_platform": "freebsd14", "os_name": "posix", "platform_system": "FreeBSD", "extra": ""},
 )
-NAME = "sandbox-gateway"
+GATEWAY_NAME = "sandbox-gateway"
 
 
 @dataclass(frozen=True)
 class Pin:
-    """One package of a pin file. ``marker``: where to install it; empty for everywhere."""
+    """A package in a pin file. ``marker``: the environments in which to install it; "" for all."""
 
     name: str
     version: str
@@ -52,43 +52,43 @@ def read_pins(path: Path) -> list[Pin]:
         if not line.strip() or line.lstrip().startswith("#"):
             continue
         requirement, *hashes = line.split(" --hash=")
-        parsed = Requirement(requirement)
-        digests = tuple(sorted(found.strip().removeprefix("sha256:") for found in hashes))
-        version = str(parsed.specifier).removeprefix("==")
-        pins.append(Pin(canonicalize_name(parsed.name), version, str(parsed.marker or ""), digests))
+        package = Requirement(requirement)
+        digests = tuple(sorted(digest.strip().removeprefix("sha256:") for digest in hashes))
+        version = str(package.specifier).removeprefix("==")
+        pins.append(Pin(canonicalize_name(package.name), version, str(package.marker or ""), digests))
     return pins
 
 
-def is_for(marker: Marker | str | None, host: dict[str, str]) -> bool:
+def is_for_host(marker: Marker | str | None, host: dict[str, str]) -> bool:
     return not marker or Marker(str(marker)).evaluate(dict(host))
 
 
-def is_for_hosts(marker: Marker | str | None) -> bool:
-    """Whether the marker matches any supported host."""
-    return any(is_for(marker, host) for host in HOSTS)
+def is_for_any_host(marker: Marker | str | None) -> bool:
+    """Return whether the marker matches any supported host."""
+    return any(is_for_host(marker, host) for host in HOSTS)
 
 
-def host_pins(names: Iterable[str]) -> list[Pin]:
-    return [pin for name in names for pin in read_pins(GATEWAY / name) if is_for_hosts(pin.marker)]
+def read_host_pins(names: Iterable[str]) -> list[Pin]:
+    return [pin for name in names for pin in read_pins(GATEWAY / name) if is_for_any_host(pin.marker)]
 
 
 @cache
-def spdx() -> Licensing:
+def spdx_licensing() -> Licensing:
     return get_spdx_licensing()
 
 
-def licences(package: Distribution) -> list[dict[str, Any]]:
-    """The licence in the metadata: an SPDX expression if it is one, else the names of the classifiers."""
+def licences_of(package: Distribution) -> list[dict[str, Any]]:
+    """Return the SPDX expression in the metadata; if there is none, the licence names from the classifiers."""
     for field in ("License-Expression", "License"):
-        said = (package.metadata.get_all(field) or [""])[0]
-        if said and not spdx().validate(said).errors:
-            return [{"expression": said}]
+        expression = (package.metadata.get_all(field) or [""])[0]
+        if expression and not spdx_licensing().validate(expression).errors:
+            return [{"expression": expression}]
     classifiers = package.metadata.get_all("Classifier") or []
-    return [{"license": {"name": said.rpartition(" :: ")[2]}} for said in classifiers if said.startswith("License")]
+    return [{"license": {"name": name.rpartition(" :: ")[2]}} for name in classifiers if name.startswith("License")]
 
 
-def component(pin: Pin, scope: str, package: Distribution) -> dict[str, Any]:
-    made: dict[str, Any] = {
+def build_component(pin: Pin, scope: str, package: Distribution) -> dict[str, Any]:
+    component: dict[str, Any] = {
         "type": "library",
         "bom-ref": pin.reference,
         "name": pin.name,
@@ -96,27 +96,30 @@ def component(pin: Pin, scope: str, package: Distribution) -> dict[str, Any]:
         "purl": pin.reference,
         "scope": scope,
         "hashes": [{"alg": "SHA-256", "content": digest} for digest in pin.hashes],
-        "licenses": licences(package),
+        "licenses": licences_of(package),
     }
     if pin.marker:
-        made["properties"] = [{"name": f"{NAME}:marker", "value": pin.marker}]
-    return made
+        component["properties"] = [{"name": f"{GATEWAY_NAME}:marker", "value": pin.marker}]
+    return component
 
 
-def needed(requirements: Iterable[str], pins: dict[str, Pin]) -> list[str]:
-    """References of the pins that satisfy ``requirements``."""
+def find_references(requirements: Iterable[str], pins: dict[str, Pin]) -> list[str]:
+    """Return the sorted references of the pins that satisfy ``requirements``."""
     parsed = [Requirement(requirement) for requirement in requirements]
-    names = {canonicalize_name(requirement.name) for requirement in parsed if is_for_hosts(requirement.marker)}
+    names = {canonicalize_name(requirement.name) for requirement in parsed if is_for_any_host(requirement.marker)}
     return sorted(pins[name].reference for name in names & pins.keys())
 
 
-def document(project: dict[str, Any], version: str, packages: dict[str, Distribution]) -> dict[str, Any]:
-    """The SBOM. ``project``: the table of pyproject.toml; ``packages``: all pinned packages by name."""
-    scoped = [(pin, "required") for pin in host_pins([RUNTIME])] + [(pin, "optional") for pin in host_pins(BUILD)]
-    pins = {pin.name: pin for pin, _ in scoped}
-    graph = [{"ref": NAME, "dependsOn": needed(project["dependencies"], pins)}]
-    graph += [
-        {"ref": pin.reference, "dependsOn": needed(packages[name].requires or [], pins)} for name, pin in pins.items()
+def build_document(project: dict[str, Any], version: str, packages: dict[str, Distribution]) -> dict[str, Any]:
+    """Return the SBOM. ``project``: the project table of pyproject.toml; ``packages``: all pinned packages by name."""
+    scoped_pins = [(pin, "required") for pin in read_host_pins([RUNTIME_FILE])] + [
+        (pin, "optional") for pin in read_host_pins(BUILD_FILES)
+    ]
+    pins = {pin.name: pin for pin, _ in scoped_pins}
+    dependencies = [{"ref": GATEWAY_NAME, "dependsOn": find_references(project["dependencies"], pins)}]
+    dependencies += [
+        {"ref": pin.reference, "dependsOn": find_references(packages[name].requires or [], pins)}
+        for name, pin in pins.items()
     ]
     return {
         "$schema": "http://cyclonedx.org/schema/bom-1.6.schema.json",
@@ -126,33 +129,33 @@ def document(project: dict[str, Any], version: str, packages: dict[str, Distribu
         "metadata": {
             "component": {
                 "type": "application",
-                "bom-ref": NAME,
-                "name": NAME,
+                "bom-ref": GATEWAY_NAME,
+                "name": GATEWAY_NAME,
                 "version": version,
                 "description": project["description"],
                 "licenses": [{"expression": project["license"]["text"]}],
             },
         },
-        "components": [component(pin, scope, packages[pin.name]) for pin, scope in scoped],
-        "dependencies": graph,
+        "components": [build_component(pin, scope, packages[pin.name]) for pin, scope in scoped_pins],
+        "dependencies": dependencies,
     }
 
 
-def gateway_version() -> str:
+def read_gateway_version() -> str:
     source = (GATEWAY / "src" / "sandbox_gateway" / "__init__.py").read_text()
-    found = re.search(r'^__version__ = "([^"]+)"', source, re.MULTILINE)
-    assert found, "the gateway has no __version__"
-    return found[1]
+    match = re.search(r'^__version__ = "([^"]+)"', source, re.MULTILINE)
+    assert match, "the gateway has no __version__"
+    return match[1]
 
 
-def installed(path: list[str]) -> dict[str, Distribution]:
+def find_packages(path: list[str]) -> dict[str, Distribution]:
     return {canonicalize_name(package.name): package for package in distributions(path=path)}
 
 
 def main() -> None:
     project = tomllib.loads((GATEWAY / "pyproject.toml").read_text())["project"]
-    made = document(project, gateway_version(), installed([sys.argv[1]]))
-    print(json.dumps(made, indent=2))
+    document = build_document(project, read_gateway_version(), find_packages([sys.argv[1]]))
+    print(json.dumps(document, indent=2))
 
 
 if __name__ == "__main__":

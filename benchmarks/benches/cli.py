@@ -11,7 +11,7 @@ from tempfile import TemporaryDirectory
 
 from benchmarks.context import Context
 from benchmarks.measure import Result, Target
-from benchmarks.timers import milliseconds
+from benchmarks.timers import time_call
 from tests.api.memory_gateway import MemoryGateway
 
 _SANDBOXES = 10
@@ -74,11 +74,9 @@ def _create_sandboxes(gateway: MemoryGateway) -> None:
 
 
 def _time(arguments: list[str], root: Path) -> float:
-    """Run Python with a program and arguments. Returns the milliseconds. Raises CalledProcessError."""
+    """Run a Python program with arguments. Returns its duration in milliseconds. Raises CalledProcessError."""
     environment = {name: value for name, value in os.environ.items() if name != "PYTHONDONTWRITEBYTECODE"}
     environment["PYTHONPYCACHEPREFIX"] = str(root / "bytecode")
     argv = [sys.executable, "-c", *arguments]
-    _, elapsed = milliseconds(
-        lambda: subprocess.run(argv, check=True, capture_output=True, timeout=60, env=environment)
-    )
+    _, elapsed = time_call(lambda: subprocess.run(argv, check=True, capture_output=True, timeout=60, env=environment))
     return elapsed

@@ -25,7 +25,7 @@ class Clone:
         concurrency = host.config.limits.concurrency
         result = Result(self.name, self.title, {"concurrency": concurrency, "failures": 0})
         plan = {1: 2, 4: 1} if ctx.quick else {1: 10, 10: 5, 50: 2}
-        with host.source() as snapshot, host.raw(snapshot) as raw, watching() as answers:
+        with host.source() as snapshot, host.raw_qemu(snapshot) as raw, watching() as answers:
             source = host.create_sandbox(snapshot.id)
             time.sleep(2)
             for requested, rounds in plan.items():
@@ -88,12 +88,12 @@ async def _read_hostnames(host: KvmXfs, sandboxes: list[Sandbox]) -> list[str]:
 def _limit_count(host: KvmXfs, source: Sandbox, requested: int, result: Result) -> int:
     """Return how many clones fit in memory, at most ``requested``. Estimates this from the memory of the source."""
     clone_bytes = max(_MIN_BYTES_PER_CLONE, host.live.do(host.live.engine.sandboxes.usage(source.id)).memory_bytes)
-    possible = max(1, (available_memory() - _RESERVED_BYTES) // clone_bytes)
-    if possible < requested:
+    max_clones = max(1, (available_memory() - _RESERVED_BYTES) // clone_bytes)
+    if max_clones < requested:
         result.notes.append(
-            f"{possible} instead of {requested} clones, because each needs {clone_bytes >> 20} MiB of memory"
+            f"{max_clones} instead of {requested} clones, because each needs {clone_bytes >> 20} MiB of memory"
         )
-    return min(possible, requested)
+    return min(max_clones, requested)
 
 
 def _report(

@@ -75,8 +75,8 @@ def _report(result: Result, size: int, snapshots: list[Snapshot]) -> None:
         floor="" if is_floor else f"pause_{_SIZES_MB[0]}",
         target=None if is_floor else Target("ratio", 1.5),
     )
-    longest = [max(snapshot.host["stops_ms"]) for snapshot in snapshots]
-    result.measure(f"longest_{size}", f"longest single stop, {size} MiB changed", samples=longest)
+    longest_stops = [max(snapshot.host["stops_ms"]) for snapshot in snapshots]
+    result.measure(f"longest_{size}", f"longest single stop, {size} MiB changed", samples=longest_stops)
     stops = [len(snapshot.host["stops_ms"]) for snapshot in snapshots]
     result.measure(f"stops_{size}", f"number of stops, {size} MiB changed", "count", samples=stops)
     written = [snapshot.memory_bytes_written for snapshot in snapshots]

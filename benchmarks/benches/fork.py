@@ -9,7 +9,7 @@ from benchmarks.answers import Answers, watching
 from benchmarks.context import Context, KvmXfs
 from benchmarks.measure import Result, Target
 from benchmarks.raw_qemu import RawQemu
-from benchmarks.timers import FunctionRef, Span, Timers, shares
+from benchmarks.timers import FunctionRef, Span, Timers, split_time
 from sandbox_gateway.engine.agent_client import AgentClient
 from sandbox_gateway.engine.spec import ForkSpec
 from sandbox_gateway.hosts.kvm_xfs.host import KvmXfsHost
@@ -48,8 +48,14 @@ class Fork:
         samples: dict[str, list[float]] = defaultdict(list)
         timers = Timers()
         host = ctx.kvm_xfs
-        watched, bar = timers.watching(_WATCHED), ctx.steps("forks", rounds)
-        with host.source() as snapshot, host.raw(snapshot) as raw, watched, watching() as answers, bar as steps:
+        watched, progress = timers.watching(_WATCHED), ctx.steps("forks", rounds)
+        with (
+            host.source() as snapshot,
+            host.raw_qemu(snapshot) as raw,
+            watched,
+            watching() as answers,
+            progress as steps,
+        ):
             for _ in range(rounds):
                 _measure_floor(raw, samples)
                 time.sleep(_BETWEEN_SECONDS)
@@ -99,7 +105,7 @@ def _measure_fork(
     samples["exec"].append((command_end - start) * 1000)
     spans = timers.take()
     samples["limits"] += [span.ms for span in spans.pop("limits", [])]
-    for key, value in shares(total_span, {key: spans[key] for key in _PARTS if key in spans}).items():
+    for key, value in split_time(total_span, {key: spans[key] for key in _PARTS if key in spans}).items():
         samples[f"answered.{key}"].append(value)
     host.delete_sandboxes(sandbox)
 

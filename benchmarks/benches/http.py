@@ -1,4 +1,4 @@
-"""Measure the cost of HTTP and JSON: compare requests over a gateway's socket with calls of an engine in-process."""
+"""Measure the cost of HTTP and JSON: compare requests over a gateway's socket with direct calls to an engine."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 from benchmarks.context import TEMPLATE, Context, KvmXfs
 from benchmarks.gateways import companion_gateway
 from benchmarks.measure import Result
-from benchmarks.timers import milliseconds
+from benchmarks.timers import time_call
 from sandbox_gateway.engine.spec import ForkSpec
 from sandbox_gateway.records import Snapshot
 from tests.support.gateway import Gateway
@@ -38,7 +38,7 @@ class Http:
             for _ in range(rounds):
                 for prefix, client in (("engine", in_process), ("http", over_http)):
                     for operation, call in client.operations():
-                        _, elapsed = milliseconds(call)
+                        _, elapsed = time_call(call)
                         samples[f"{prefix}_{operation}"].append(elapsed)
                         time.sleep(_BETWEEN_SECONDS / 3)
                     client.clean_up()

@@ -21,7 +21,7 @@ class Idle:
         host = ctx.kvm_xfs
         settings = {"forks": count, "seconds_idle": seconds, "guest_memory_mb": MEMORY_MB}
         result = Result(self.name, self.title, settings)
-        with host.source() as snapshot, host.raw(snapshot) as raw, ctx.steps("steps", 3) as steps:
+        with host.source() as snapshot, host.raw_qemu(snapshot) as raw, ctx.steps("steps", 3) as steps:
             machines = raw.machines(count)
             for machine in machines:
                 machine.start_without_guest()
@@ -29,14 +29,14 @@ class Idle:
             qemu_pss = [dict(read_memory(machine.pid))["Pss"] for machine in machines]
             raw.machines(count)
             steps.advance()
-            before = _used_bytes(host)
+            bytes_before = _used_bytes(host)
             forks = host.live.do(host.live.engine.forks.fork(snapshot.id, ForkSpec(count=count)))
             time.sleep(seconds)
             steps.advance()
             running = [fork for fork in forks if isinstance(fork, Sandbox)]
             costs = [host.live.do(host.live.engine.sandboxes.usage(fork.id)) for fork in running]
             private = [dict(read_memory(fork.host["pid"]))["Private_Dirty"] for fork in running]
-            growth = (_used_bytes(host) - before) / count
+            growth = (_used_bytes(host) - bytes_before) / count
             steps.advance()
         result.measure("floor", "floor: memory (PSS) of QEMU without a guest", "bytes", samples=qemu_pss)
         pss = [cost.memory_bytes for cost in costs]

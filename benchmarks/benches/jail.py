@@ -15,7 +15,7 @@ from collections.abc import Iterator
 from benchmarks.answers import Answers, watching
 from benchmarks.context import Context
 from benchmarks.measure import Result, Target
-from benchmarks.timers import FunctionRef, Span, Timers, milliseconds, shares
+from benchmarks.timers import FunctionRef, Span, Timers, split_time, time_call
 from sandbox_gateway.config import Config
 from sandbox_gateway.engine.spec import ForkSpec
 from sandbox_gateway.hosts.addresses import AGENT_PORT
@@ -239,9 +239,9 @@ def _measure_fork(live: Live, timers: Timers, answers: Answers, samples: dict[st
     (fork,) = spans["fork"]
     samples["fork"].append(fork.ms)
     parts = {key: spans[key] for key in _PARTS if key in spans}
-    for key, value in shares(fork, parts).items():
+    for key, value in split_time(fork, parts).items():
         samples[f"fork.{key}"].append(value)
-    _, elapsed = milliseconds(lambda: live.do(live.engine.sandboxes.delete(sandbox.id)))
+    _, elapsed = time_call(lambda: live.do(live.engine.sandboxes.delete(sandbox.id)))
     samples["kill"].append(elapsed)
 
 
@@ -254,7 +254,7 @@ def _measure_captures(ctx: Context, live: Live, answers: Answers, rounds: int, r
     with ctx.steps("snapshots and rollbacks", rounds) as steps:
         for number in range(rounds):
             live.shell(sandbox.id, f"dd if=/dev/urandom of=/root/bench.{number} bs=64k count=16 2>/dev/null")
-            snapshot, elapsed = milliseconds(lambda: live.do(live.engine.snapshots.create(sandbox.id)))
+            snapshot, elapsed = time_call(lambda: live.do(live.engine.snapshots.create(sandbox.id)))
             snapshot_times.append(elapsed)
             live.shell(sandbox.id, "dd if=/dev/urandom of=/root/bench bs=64k count=16 2>/dev/null")
             floor.append(_measure_raw_snapshot(live.engine.snapshots.get(snapshot.id).host["zfsSnapshot"], number))
@@ -274,9 +274,9 @@ def _measure_captures(ctx: Context, live: Live, answers: Answers, rounds: int, r
 
 
 def _measure_raw_snapshot(snapshot: str, number: int) -> float:
-    """Measure `zfs snapshot` of the same dataset. Return the milliseconds. Destroys the snapshot afterwards."""
+    """Return the milliseconds that `zfs snapshot` of the same dataset takes. Destroys the snapshot afterwards."""
     name = f"{snapshot.partition('@')[0]}@raw{number}"
-    _, elapsed = milliseconds(lambda: _run_command(("zfs", "snapshot", name)))
+    _, elapsed = time_call(lambda: _run_command(("zfs", "snapshot", name)))
     pools.run("zfs", "destroy", name)
     return elapsed
 
@@ -303,5 +303,5 @@ def _measure_concurrent_forks(ctx: Context, live: Live, answers: Answers, plan: 
                 steps.advance()
         result.measure(f"returned_{count}", f"fork n = {count}, until the engine returned", samples=return_time)
         result.measure(f"total_{count}", f"fork n = {count}, until all have answered", samples=total)
-        per_fork = [elapsed / count for elapsed in total]
-        result.measure(f"each_{count}", f"fork n = {count}, per fork", samples=per_fork, floor="floor_agent")
+        fork_durations = [elapsed / count for elapsed in total]
+        result.measure(f"each_{count}", f"fork n = {count}, per fork", samples=fork_durations, floor="floor_agent")

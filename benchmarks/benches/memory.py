@@ -32,10 +32,12 @@ class Memory:
     def run(self, ctx: Context) -> Result:
         rounds = ctx.rounds(full=60, quick=3)
         result = Result(self.name, self.title, {"rounds": rounds, "clients": _CLIENTS}, notes=[_NOTE])
-        before = _measure(ctx, rounds, (sys.executable, "-c", _DEFAULT_ALLOCATOR))
-        now = _measure(ctx, rounds, PROGRAM)
-        result.measure("before", "after each round, with the C library's default settings", "bytes", samples=before)
-        result.measure("now", "after each round", "bytes", samples=now, floor="before")
+        default_samples = _measure(ctx, rounds, (sys.executable, "-c", _DEFAULT_ALLOCATOR))
+        tuned_samples = _measure(ctx, rounds, PROGRAM)
+        result.measure(
+            "before", "after each round, with the C library's default settings", "bytes", samples=default_samples
+        )
+        result.measure("now", "after each round", "bytes", samples=tuned_samples, floor="before")
         return result
 
 

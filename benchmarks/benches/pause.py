@@ -53,8 +53,8 @@ class Pause:
         result = Result(self.name, self.title, settings)
         captures, waits = _Captures(), _Waits()
         host = ctx.kvm_xfs
-        bar = ctx.steps("captures", rounds + watched)
-        with host.source(_PROGRAM) as source, host.raw(source) as raw, bar as steps:
+        progress = ctx.steps("captures", rounds + watched)
+        with host.source(_PROGRAM) as source, host.raw_qemu(source) as raw, progress as steps:
             (machine,) = raw.machines(1)
             machine.start()
             machine.connect()
@@ -201,17 +201,17 @@ def _time_smallest_capture(machine: RawMachine, host: KvmXfs) -> float:
 def _count_changed_bytes(host: KvmXfs, previous: Snapshot, snapshot: Snapshot) -> float:
     """Return how many bytes of pages differ between two snapshots. Reads only blocks that they do not share."""
     layout = Layout(host.config.host.state_root)
-    before, after = (layout.snapshot(each) / "memory.img" for each in (previous, snapshot))
-    ranges = sorted(_unshared_ranges(before) | _unshared_ranges(after))
-    different = 0
-    with before.open("rb") as old, after.open("rb") as new:
+    old_image, new_image = (layout.snapshot(each) / "memory.img" for each in (previous, snapshot))
+    ranges = sorted(_unshared_ranges(old_image) | _unshared_ranges(new_image))
+    page_count = 0
+    with old_image.open("rb") as old, new_image.open("rb") as new:
         position = 0
         for start, end in ranges:
             start = max(start, position)
             if start < end:
-                different += _count_different_pages(old.fileno(), new.fileno(), start, end - start)
+                page_count += _count_different_pages(old.fileno(), new.fileno(), start, end - start)
                 position = end
-    return different * _PAGE
+    return page_count * _PAGE
 
 
 def _unshared_ranges(image: Path) -> set[tuple[int, int]]:

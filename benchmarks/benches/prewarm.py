@@ -12,7 +12,7 @@ from benchmarks.answers import Answers, watching
 from benchmarks.context import TEMPLATE, Context, KvmXfs
 from benchmarks.measure import Result, Target
 from benchmarks.raw_qemu import RawQemu
-from benchmarks.timers import FunctionRef, Span, Timers, shares
+from benchmarks.timers import FunctionRef, Span, Timers, split_time
 from sandbox_gateway.engine.agent_client import AgentClient
 from sandbox_gateway.engine.spec import ForkSpec
 from sandbox_gateway.hosts.kvm_xfs.host import KvmXfsHost
@@ -50,7 +50,7 @@ class Prewarm:
         timers = Timers()
         with (
             host.source() as snapshot,
-            host.raw(snapshot) as raw,
+            host.raw_qemu(snapshot) as raw,
             timers.watching(_WATCHED),
             watching() as answers,
             ctx.steps("claims", 3 * rounds) as steps,
@@ -81,7 +81,7 @@ class _Clock:
     samples: dict[str, list[float]]
 
     def keep_ready(self, ref: str, count: int) -> None:
-        """Set the target of a snapshot, wait until it is reached, and then until the machine is idle again."""
+        """Set the number of forks to prewarm, then wait until they are ready and the machine is idle again."""
         engine = self.host.live.engine
         self.host.live.do(engine.prewarm.set_target(ref, count))
         eventually(lambda: engine.prewarm.level(engine.snapshots.get(ref)).ready == count, _READY_SECONDS)
@@ -90,13 +90,13 @@ class _Clock:
     def claim(self, key: str, work: Coroutine[Any, Any, Any]) -> Any:
         """Measure one request that claims a fork, and return its result."""
         engine = self.host.live.engine
-        claimed = engine.machines.starts["prewarmed"]
+        claim_count = engine.machines.starts["prewarmed"]
         self.timers.take()
         self.answers.forget()
         start = time.perf_counter()
         result = self.host.live.do(work)
         end = time.perf_counter()
-        if engine.machines.starts["prewarmed"] != claimed + 1:
+        if engine.machines.starts["prewarmed"] != claim_count + 1:
             raise RuntimeError(f"the request did not claim a prewarmed fork ({key})")
         answer = self.answers.wait(1)[0]
         spans = self.timers.take()
@@ -104,7 +104,7 @@ class _Clock:
         self.samples[f"{key}.identified"].append((answer.end - start) * 1000)
         whole = Span(start, max(end, answer.end))
         self.samples[key].append(whole.ms)
-        for part, value in shares(whole, {part: spans[part] for part in _PARTS if part in spans}).items():
+        for part, value in split_time(whole, {part: spans[part] for part in _PARTS if part in spans}).items():
             self.samples[f"{key}.{part}"].append(value)
         return result
 
@@ -127,11 +127,11 @@ def _measure_template(clock: _Clock) -> None:
 
 def _measure_floor(raw: RawQemu, samples: dict[str, list[float]]) -> None:
     (machine,) = raw.machines(1)
-    machine.start_held()
+    machine.start_paused()
     time.sleep(_BETWEEN_SECONDS)
-    continued, answered = machine.cont_and_ping()
-    samples["floor_cont"].append(continued)
-    samples["floor"].append(answered)
+    resume_ms, answer_ms = machine.resume_and_ping()
+    samples["floor_cont"].append(resume_ms)
+    samples["floor"].append(answer_ms)
     machine.end()
 
 

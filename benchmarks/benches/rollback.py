@@ -21,7 +21,7 @@ class Rollback:
         host = ctx.kvm_xfs
         floor: list[float] = []
         windows: list[tuple[float, float]] = []
-        with host.source() as snapshot, host.raw(snapshot) as raw:
+        with host.source() as snapshot, host.raw_qemu(snapshot) as raw:
             sandbox = host.create_sandbox(snapshot.id)
             with Ping(str(sandbox.host["address"])) as ping, ctx.steps("rollbacks", rounds) as steps:
                 host.live.call(host.live.engine.background.start, _follow_address(host, ping, rounds))
@@ -36,11 +36,11 @@ class Rollback:
                     steps.advance()
                 time.sleep(_BETWEEN_SECONDS)
         outages = [ping.longest_wait(start, end + _BETWEEN_SECONDS / 2) for start, end in windows]
-        quiet = [ping.longest_wait(start - _BETWEEN_SECONDS / 2, start) for start, _ in windows]
+        quiet_waits = [ping.longest_wait(start - _BETWEEN_SECONDS / 2, start) for start, _ in windows]
         result.measure("floor", "floor: QEMU exec, QMP answer, device state; no gateway", samples=floor)
         durations = [(end - start) * 1000 for start, end in windows]
         result.measure("rollback", "rollback, until the old machine is removed", samples=durations, floor="floor")
-        result.measure("quiet", "longest wait for a ping answer, without a rollback", samples=quiet)
+        result.measure("quiet", "longest wait for a ping answer, without a rollback", samples=quiet_waits)
         result.measure("outage", "longest wait for a ping answer during a rollback", samples=outages, floor="quiet")
         return result
 

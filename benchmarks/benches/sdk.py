@@ -18,7 +18,7 @@ from packaging.version import Version
 from benchmarks.context import TEMPLATE, Context, KvmXfs
 from benchmarks.gateways import companion_gateway
 from benchmarks.measure import Result
-from benchmarks.timers import milliseconds
+from benchmarks.timers import time_call
 from sandbox_gateway.api.native.shapes import ENVD_VERSION
 from sandbox_gateway.engine.spec import ForkSpec
 from sandbox_gateway.records import Snapshot
@@ -77,7 +77,7 @@ class Sdk:
 
 @contextmanager
 def _gateway(host: KvmXfs) -> Iterator[tuple[Gateway, str]]:
-    """Run a gateway with a key for the client. Yields it with its URL."""
+    """Run a gateway with a key for the client. Yields the gateway and its URL."""
     key_file = session.run_dir() / "bench-keys"
     key_file.write_text(f"bench admin {_KEY}\n")
     key_file.chmod(0o600)
@@ -136,7 +136,7 @@ def _time_first_result(snapshot: str) -> float:
         _check_equal(sandbox.run_code(_CODE).text, "2")
         return sandbox
 
-    sandbox, elapsed = milliseconds(create_and_run)
+    sandbox, elapsed = time_call(create_and_run)
     sandbox.kill()
     return elapsed
 
@@ -157,7 +157,7 @@ def _time_first_result_in_process(host: KvmXfs, snapshot: Snapshot) -> float:
         _check_equal('"text": "2"' in response.text or '"text":"2"' in response.text, True)
         return fork
 
-    fork, elapsed = milliseconds(create_and_run)
+    fork, elapsed = time_call(create_and_run)
     host.delete_sandboxes(fork)
     return elapsed
 
@@ -165,10 +165,10 @@ def _time_first_result_in_process(host: KvmXfs, snapshot: Snapshot) -> float:
 def _time_operations(sandbox: Sandbox) -> dict[str, float]:
     """Return the milliseconds of a command, an upload and a download."""
     data = b"\0" * _BYTES
-    result, command = milliseconds(lambda: sandbox.commands.run("true"))
+    result, command = time_call(lambda: sandbox.commands.run("true"))
     _check_equal(result.exit_code, 0)
-    _, upload = milliseconds(lambda: sandbox.files.write("/dev/shm/big", data))
-    downloaded_data, download = milliseconds(lambda: sandbox.files.read("/dev/shm/big", format="bytes"))
+    _, upload = time_call(lambda: sandbox.files.write("/dev/shm/big", data))
+    downloaded_data, download = time_call(lambda: sandbox.files.read("/dev/shm/big", format="bytes"))
     _check_equal(len(downloaded_data), _BYTES)
     return {"command": command, "up": upload, "down": download}
 
@@ -180,7 +180,7 @@ def _time_raw_download(url: str, headers: dict[str, str]) -> float:
         ) as response:
             return sum(map(len, response.iter_raw()))
 
-    size, elapsed = milliseconds(download)
+    size, elapsed = time_call(download)
     _check_equal(size, _BYTES)
     return elapsed
 

@@ -78,7 +78,7 @@ def _gateway() -> Iterator[MemoryGateway]:
 
 
 def _raise_open_files_limit() -> tuple[int, int]:
-    """Raise the limit of open files, because every simulated machine has sockets in this process.
+    """Raise the limit on open files, because every simulated machine has sockets in this process.
 
     Returns the old limits.
     """

@@ -161,8 +161,8 @@ from ansible.errors import AnsibleConnectionFailure, AnsibleError, AnsibleFileNo
 from ansible.plugins.connection import ConnectionBase
 from ansible.utils.display import Display
 from ansible.utils.unsafe_proxy import wrap_var
-from ansible_collections.grove.sandbox.plugins.module_utils._failure import Failure, printable
-from ansible_collections.grove.sandbox.plugins.plugin_utils._gateways import Gateway, recall
+from ansible_collections.grove.sandbox.plugins.module_utils._failure import Failure, make_printable
+from ansible_collections.grove.sandbox.plugins.plugin_utils._gateways import Gateway, find_gateway
 from ansible_collections.grove.sandbox.plugins.plugin_utils._operator import OperatorVariables, host_of_task
 from ansible_collections.grove.sandbox.plugins.plugin_utils._stream import INSIDE, Channel, Process
 
@@ -203,7 +203,7 @@ class Connection(ConnectionBase):
         self._delegate = ""
 
     def set_options(self, task_keys: Any = None, var_options: Any = None, direct: Any = None) -> None:
-        """Set the options, except those that decide where the key is sent, which ``_operator_settings`` computes."""
+        """Set all options except those that decide where the key is sent; see ``_operator_settings``."""
         self._initial_variables = dict(var_options or {})
         unguarded = {
             name: value for name, value in self._initial_variables.items() if name not in self._guarded_names()
@@ -230,7 +230,7 @@ class Connection(ConnectionBase):
     def _new_channel(self) -> Channel:
         settings = self._operator_settings()
         sandbox = settings["sandbox"]
-        gateway = recall(sandbox, settings["gateway_url"])
+        gateway = find_gateway(sandbox, settings["gateway_url"])
         if gateway is None:
             gateway = Gateway(
                 settings["gateway_url"],
@@ -282,7 +282,7 @@ class Connection(ConnectionBase):
             **{name: operator_variables.evaluate(name) for name in ADDRESS_VARIABLES if name in operator_variables},
         }
         address = self._compute_options(known_values)
-        is_listed = recall(address["sandbox"], address["gateway_url"]) is not None
+        is_listed = find_gateway(address["sandbox"], address["gateway_url"]) is not None
         names = GUARDED_FOR_LISTED_HOSTS if is_listed else self._guarded_names()
         # With delegate_to, Ansible sets this variable by default.
         defaults = {"ansible_host": host}
@@ -305,16 +305,18 @@ class Connection(ConnectionBase):
     def exec_command(self, cmd: str, in_data: bytes | None = None, sudoable: bool = True) -> tuple[int, bytes, bytes]:
         """Run a command. Returns (exit code, stdout, stderr); the code is 128 + n if signal n killed the command."""
         super().exec_command(cmd, in_data=in_data, sudoable=sudoable)
-        display.vvv(printable(f"EXEC {cmd}"), host=self._sandbox)
+        display.vvv(make_printable(f"EXEC {cmd}"), host=self._sandbox)
         escalation = _Escalation(self.become, self._sandbox, self.get_option("gateway_timeout")) if sudoable else None
         try:
-            waiting = bool(escalation and escalation.waiting)
+            is_waiting = bool(escalation and escalation.is_waiting)
             process = self._channel.start(
-                ["/bin/sh", "-c", cmd], stdin=bool(in_data) or waiting, input_data=b"" if waiting else in_data or b""
+                ["/bin/sh", "-c", cmd],
+                stdin=bool(in_data) or is_waiting,
+                input_data=b"" if is_waiting else in_data or b"",
             )
             out, err = self._run_command(process, in_data, escalation)
         except Failure as failure:
-            raise self._unreachable(failure) from None
+            raise self._unreachable_error(failure) from None
         if escalation and process.exit_code:
             escalation.check_refusal(err)
         return process.exit_code, out, err
@@ -324,12 +326,12 @@ class Connection(ConnectionBase):
     ) -> tuple[bytes, bytes]:
         output = {"stdout": bytearray(), "stderr": bytearray()}
         max_output_mb = self._operator_settings()["max_output_mb"]
-        waiting = bool(escalation and escalation.waiting)
-        started = False
+        is_waiting = bool(escalation and escalation.is_waiting)
+        has_started = False
         for kind, data in process.output():
-            if not started:
-                started = True
-                if in_data and not waiting and not process.input_accepted:
+            if not has_started:
+                has_started = True
+                if in_data and not is_waiting and not process.input_accepted:
                     process.feed(in_data)
             if kind:
                 output[kind].extend(data)
@@ -340,16 +342,16 @@ class Connection(ConnectionBase):
                         f"the command in sandbox {self._sandbox} was killed, because it printed more than "
                         f"{max_output_mb} MiB. Redirect its output to a file, or increase ansible_sandbox_max_output_mb"
                     )
-            if waiting:
-                waiting = escalation.keep_waiting(process, output["stdout"], output["stderr"])
-                if not waiting:
+            if is_waiting:
+                is_waiting = escalation.keep_waiting(process, output["stdout"], output["stderr"])
+                if not is_waiting:
                     process.feed(in_data or b"")
         out, err = bytes(output["stdout"]), bytes(output["stderr"])
-        return (escalation.without_prompt(out), escalation.without_prompt(err)) if escalation else (out, err)
+        return (escalation.strip_prompt(out), escalation.strip_prompt(err)) if escalation else (out, err)
 
     def put_file(self, in_path: str, out_path: str) -> None:
         super().put_file(in_path, out_path)
-        display.vvv(printable(f"PUT {in_path} TO {out_path}"), host=self._sandbox)
+        display.vvv(make_printable(f"PUT {in_path} TO {out_path}"), host=self._sandbox)
         try:
             with Path(in_path).expanduser().open("rb") as file:
                 self._channel.upload(file, os.fstat(file.fileno()).st_size, out_path)
@@ -360,11 +362,11 @@ class Connection(ConnectionBase):
         except Failure as failure:
             if failure.kind == INSIDE:
                 raise AnsibleError(f"{out_path} cannot be written in sandbox {self._sandbox}: {failure}") from None
-            raise self._unreachable(failure) from None
+            raise self._unreachable_error(failure) from None
 
     def fetch_file(self, in_path: str, out_path: str) -> None:
         super().fetch_file(in_path, out_path)
-        display.vvv(printable(f"FETCH {in_path} TO {out_path}"), host=self._sandbox)
+        display.vvv(make_printable(f"FETCH {in_path} TO {out_path}"), host=self._sandbox)
         try:
             with Path(out_path).open("wb") as file:
                 self._channel.download(in_path, file)
@@ -375,7 +377,7 @@ class Connection(ConnectionBase):
             Path(out_path).unlink()
             if failure.kind == INSIDE:
                 raise AnsibleError(f"{in_path} cannot be read in sandbox {self._sandbox}: {failure}") from None
-            raise self._unreachable(failure) from None
+            raise self._unreachable_error(failure) from None
 
     def reset(self) -> None:
         self.close()
@@ -390,7 +392,7 @@ class Connection(ConnectionBase):
     def _sandbox(self) -> str:
         return str(self._operator_settings()["sandbox"])
 
-    def _unreachable(self, failure: Failure) -> Unreachable:
+    def _unreachable_error(self, failure: Failure) -> Unreachable:
         self.close()
         return Unreachable(failure.message)
 
@@ -398,12 +400,12 @@ class Connection(ConnectionBase):
 class _Escalation:
     """Handles privilege escalation and its password prompt.
 
-    ``waiting``: whether to wait for a password prompt or a success message.
+    ``is_waiting``: whether to wait for a password prompt or a success message.
     """
 
     def __init__(self, become: Any, sandbox: str, seconds: float) -> None:
         self.become = become
-        self.waiting = bool(become and become.success and become.expect_prompt())
+        self.is_waiting = bool(become and become.success and become.expect_prompt())
         self._sandbox = sandbox
         self._deadline = time.monotonic() + seconds
         self._answered_at: tuple[int, int] | None = None
@@ -415,10 +417,9 @@ class _Escalation:
         """
         if self.become.check_success(bytes(out)):
             return False
-        searched_up_to = self._answered_at or (0, 0)
+        search_starts = self._answered_at or (0, 0)
         is_prompted = any(
-            self.become.check_password_prompt(bytes(output[start:]))
-            for output, start in zip((out, err), searched_up_to)
+            self.become.check_password_prompt(bytes(output[start:])) for output, start in zip((out, err), search_starts)
         )
         if is_prompted and self._answered_at is None:
             self._answered_at = (len(out), len(err))
@@ -441,8 +442,8 @@ class _Escalation:
         process.kill()
         raise AnsibleError(f"{self.become.name} failed in sandbox {self._sandbox}: {reason}")
 
-    def without_prompt(self, output: bytes) -> bytes:
-        """Return the output that follows the password prompt and its line end.
+    def strip_prompt(self, output: bytes) -> bytes:
+        """Return the output that follows the password prompt and its line break.
 
         Call it after the command has exited, because the two streams can arrive in any order.
         """
@@ -451,5 +452,5 @@ class _Escalation:
         prompt = self.become.prompt
         if not isinstance(prompt, str) or prompt.encode() not in output:
             return output
-        rest = output.partition(prompt.encode())[2].lstrip(b" ")
-        return rest[1:] if rest.startswith(b"\n") else rest
+        remaining_output = output.partition(prompt.encode())[2].lstrip(b" ")
+        return remaining_output[1:] if remaining_output.startswith(b"\n") else remaining_output

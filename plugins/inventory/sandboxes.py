@@ -180,7 +180,7 @@ from ansible.utils.unsafe_proxy import wrap_var
 from ansible_collections.grove.sandbox.plugins.module_utils._client import DEFAULT_URL, Client
 from ansible_collections.grove.sandbox.plugins.module_utils._failure import Failure
 from ansible_collections.grove.sandbox.plugins.plugin_utils import _inventory
-from ansible_collections.grove.sandbox.plugins.plugin_utils._gateways import Gateway, remember
+from ansible_collections.grove.sandbox.plugins.plugin_utils._gateways import Gateway, store_gateway
 
 
 class InventoryModule(BaseInventoryPlugin, Constructable, Cacheable):
@@ -215,10 +215,10 @@ class InventoryModule(BaseInventoryPlugin, Constructable, Cacheable):
         entries = self.get_option("gateways") or [{}]
         sources = []
         for number, entry in enumerate(entries, 1):
-            where = f"gateway {number} of {len(entries)}"
-            _inventory.check_keys(entry, _inventory.GATEWAY_KEYS, where)
+            label = f"gateway {number} of {len(entries)}"
+            _inventory.check_keys(entry, _inventory.GATEWAY_KEYS, label)
             if len(entries) > 1 and not entry.get("name"):
-                raise Failure(f"{where} has no name: with several gateways, each gateway needs a name")
+                raise Failure(f"{label} has no name: with several gateways, each gateway needs a name")
             sources.append(_Source(entry, self._evaluate, directory))
         names = [source.gateway.name for source in sources]
         if len(set(names)) < len(names):
@@ -233,13 +233,13 @@ class InventoryModule(BaseInventoryPlugin, Constructable, Cacheable):
 
     def _find_sandboxes(self, sources: list[_Source], cache_key: str, cache: bool) -> dict[str, list[dict[str, Any]]]:
         """Return the sandboxes of each gateway, using the cache if it is enabled."""
-        caching = self.get_option("cache")
+        is_cache_enabled = self.get_option("cache")
         sandboxes_by_gateway: dict[str, list[dict[str, Any]]] = {}
-        if caching and cache:
+        if is_cache_enabled and cache:
             with contextlib.suppress(KeyError):
                 sandboxes_by_gateway = dict(self._cache[cache_key])
-        missing = [source for source in sources if source.key not in sandboxes_by_gateway]
-        for source in missing:
+        uncached_sources = [source for source in sources if source.key not in sandboxes_by_gateway]
+        for source in uncached_sources:
             try:
                 sandboxes_by_gateway[source.key] = source.observe()
             except Failure as failure:
@@ -247,7 +247,7 @@ class InventoryModule(BaseInventoryPlugin, Constructable, Cacheable):
                 if self.get_option("strict"):
                     raise AnsibleParserError(message) from None
                 self.display.warning(message)
-        if caching and missing:
+        if is_cache_enabled and uncached_sources:
             self._cache[cache_key] = sandboxes_by_gateway
         return sandboxes_by_gateway
 
@@ -271,7 +271,7 @@ class InventoryModule(BaseInventoryPlugin, Constructable, Cacheable):
 
     def _add_host(self, host: str, sandbox: dict[str, Any], gateway: Gateway) -> None:
         self.inventory.add_host(host)
-        remember(sandbox["id"], gateway)
+        store_gateway(sandbox["id"], gateway)
         variables = _inventory.variables_of(sandbox, gateway, self.get_option("python_interpreter") or "")
         for key, value in variables.items():
             # Mark text as unsafe even if it has no braces, because a `#jinja2:` header can set other delimiters.

@@ -23,7 +23,7 @@ from ansible_collections.grove.sandbox.plugins.module_utils._failure import Fail
 
 DEFAULT_URL = "unix:///run/sandbox-gateway/gateway.sock"
 MINIMUM_VERSION = (0, 1, 0)
-CONNECT_SECONDS = 10
+CONNECT_TIMEOUT_SECONDS = 10
 PAGE_SIZE = 1000
 _CHUNK_BYTES = 1 << 20
 MAX_RESPONSE_BYTES = 64 << 20
@@ -52,12 +52,12 @@ class Address:
         try:
             self.host, port = parts.hostname or "", parts.port
         except ValueError:
-            raise _invalid_url(self.url) from None
+            raise _invalid_url_error(self.url) from None
         self.port = port or (443 if self.tls else 80)
         if parts.scheme == "unix" and not self.host and parts.path.startswith("/"):
             self.socket, self.prefix = parts.path, ""
         elif parts.scheme not in ("http", "https") or not self.host or parts.username or parts.query:
-            raise _invalid_url(self.url)
+            raise _invalid_url_error(self.url)
 
     @property
     def is_local(self) -> bool:
@@ -65,7 +65,7 @@ class Address:
         return bool(self.socket) or LOOPBACK.fullmatch(self.host) is not None
 
 
-def _invalid_url(url: str) -> Failure:
+def _invalid_url_error(url: str) -> Failure:
     url_without_login = re.sub(r"//[^/@]*@", "//", url)
     return Failure(
         f"gateway_url {url_without_login!r} is not the address of a gateway: use unix:///path/to/gateway.sock, "
@@ -75,7 +75,7 @@ def _invalid_url(url: str) -> Failure:
 
 class _UnixConnection(http.client.HTTPConnection):
     def __init__(self, path: str) -> None:
-        super().__init__("localhost", timeout=CONNECT_SECONDS)
+        super().__init__("localhost", timeout=CONNECT_TIMEOUT_SECONDS)
         self._path = path
 
     def connect(self) -> None:
@@ -95,7 +95,9 @@ class Client:
         self, url: str = "", token: str = "", ca_path: str = "", validate_certs: bool = True, timeout: float = 300
     ) -> None:
         if re.search(r"[^\x21-\x7e]", token):
-            raise Failure("gateway_token contains characters that no key can contain: remove line ends and blanks")
+            raise Failure(
+                "gateway_token contains characters that are not allowed in an API key: remove line breaks and spaces"
+            )
         if timeout <= 0:
             raise Failure(f"gateway_timeout must be more than 0 seconds, not {timeout}")
         self.address = Address(url)
@@ -114,7 +116,7 @@ class Client:
             self._connection = None
 
     def now(self) -> datetime:
-        """Return the current time of the gateway's clock, estimated from the date of its last response."""
+        """Return the gateway's current time, estimated from the date of its last response."""
         return datetime.now(timezone.utc) + self._skew
 
     def get(self, path: str, **query: Any) -> Any:
@@ -129,8 +131,8 @@ class Client:
                 return None
             raise
 
-    def pages(self, path: str, **query: Any) -> Iterator[Any]:
-        """Yield all entries of a list. Requests one page at a time."""
+    def list_all(self, path: str, **query: Any) -> Iterator[Any]:
+        """Yield all entries of a list, requesting one page at a time."""
         token = ""
         while True:
             response = self.call("GET", path, query={**query, "limit": PAGE_SIZE, "nextToken": token})
@@ -139,7 +141,7 @@ class Client:
             if not token:
                 return
             if token == previous:
-                raise self._not_a_gateway(f"GET {path}", "its list never ends")
+                raise self._not_a_gateway_error(f"GET {path}", "it returned the same page twice")
 
     def post(self, path: str, body: dict[str, Any] | None = None) -> Any:
         return self.call("POST", path, body=body or {}).data
@@ -163,9 +165,9 @@ class Client:
         version = str((self.get("/health") or {}).get("version", ""))
         match = re.match(r"(\d+)\.(\d+)(?:\.(\d+))?", version)
         if match is None:
-            raise self._not_a_gateway("GET /health", "its response contains no version")
+            raise self._not_a_gateway_error("GET /health", "its response contains no version")
         if tuple(int(part or 0) for part in match.groups()) < MINIMUM_VERSION:
-            raise self._gateway_too_old(version)
+            raise self._gateway_too_old_error(version)
         self._version_checked = True
 
     def call(self, method: str, path: str, *, query: dict[str, Any] | None = None, body: Any = None) -> Response:
@@ -209,15 +211,15 @@ class Client:
             self.close()
             # The gateway may have closed an idle connection. Repeat only requests that change nothing.
             if not is_reused or method != "GET":
-                raise self._unreachable(f"{method} {path}", error) from None
+                raise self._unreachable_error(f"{method} {path}", error) from None
         except (OSError, ValueError) as error:
             self.close()
-            raise self._unreachable(f"{method} {path}", error) from None
+            raise self._unreachable_error(f"{method} {path}", error) from None
         try:
             return self._exchange(method, target, payload, headers)
         except (http.client.HTTPException, OSError) as error:
             self.close()
-            raise self._unreachable(f"{method} {path}", error) from None
+            raise self._unreachable_error(f"{method} {path}", error) from None
 
     def _exchange(
         self, method: str, target: str, payload: bytes | None, headers: dict[str, str]
@@ -228,7 +230,7 @@ class Client:
         raw = read_at_most(MAX_RESPONSE_BYTES, response)
         if raw is None:
             self.close()
-            raise self._not_a_gateway(
+            raise self._not_a_gateway_error(
                 f"{method} {target.partition('?')[0]}", f"its response exceeds {MAX_RESPONSE_BYTES} bytes"
             )
         if response.will_close:
@@ -250,9 +252,9 @@ class Client:
         if self.address.socket:
             return _UnixConnection(self.address.socket)
         if not self.address.tls:
-            return http.client.HTTPConnection(self.address.host, self.address.port, timeout=CONNECT_SECONDS)
+            return http.client.HTTPConnection(self.address.host, self.address.port, timeout=CONNECT_TIMEOUT_SECONDS)
         return http.client.HTTPSConnection(
-            self.address.host, self.address.port, timeout=CONNECT_SECONDS, context=self._tls_context()
+            self.address.host, self.address.port, timeout=CONNECT_TIMEOUT_SECONDS, context=self._tls_context()
         )
 
     def _tls_context(self) -> ssl.SSLContext:
@@ -282,11 +284,11 @@ class Client:
         try:
             return json.loads(raw)
         except (ValueError, RecursionError):
-            raise self._not_a_gateway(request, f"it returned status {status} without JSON") from None
+            raise self._not_a_gateway_error(request, f"it returned status {status} without JSON") from None
 
     def _response_failure(self, request: str, status: int, data: Any) -> Failure:
         if not isinstance(data, dict) or "message" not in data:
-            return self._not_a_gateway(request, f"it returned status {status} with unexpected JSON")
+            return self._not_a_gateway_error(request, f"it returned status {status} with unexpected JSON")
         message, kind = str(data["message"]), str(data.get("kind", "backend_failed"))
         if status == 401:
             return Failure(
@@ -296,10 +298,10 @@ class Client:
                 status=status,
             )
         if status in (404, 405) and message.startswith(("route ", request)):
-            return self._gateway_too_old(None, request)
+            return self._gateway_too_old_error(None, request)
         return Failure(message, kind, blockers=[str(item) for item in data.get("blockers") or ()], status=status)
 
-    def _gateway_too_old(self, version: str | None, request: str = "") -> Failure:
+    def _gateway_too_old_error(self, version: str | None, request: str = "") -> Failure:
         required = ".".join(str(part) for part in MINIMUM_VERSION)
         problem = f"is version {version}" if version else f"does not know {request}"
         return Failure(
@@ -308,13 +310,13 @@ class Client:
             "too_old",
         )
 
-    def _not_a_gateway(self, request: str, reason: str) -> Failure:
+    def _not_a_gateway_error(self, request: str, reason: str) -> Failure:
         return Failure(
             f"the server at {self.address.url} is not a sandbox gateway ({request}: {reason}): check gateway_url",
             "not_a_gateway",
         )
 
-    def _unreachable(self, request: str, error: Exception) -> Failure:
+    def _unreachable_error(self, request: str, error: Exception) -> Failure:
         if isinstance(error, ssl.SSLCertVerificationError):
             reason = getattr(error, "verify_message", "") or "it is not trusted"
             return Failure(
@@ -348,7 +350,7 @@ class Client:
                 "in `listen`"
             )
         if isinstance(error, socket.timeout):
-            return f"no connection within {CONNECT_SECONDS} s; check for a firewall in between"
+            return f"no connection within {CONNECT_TIMEOUT_SECONDS} s; check for a firewall in between"
         if isinstance(error, http.client.RemoteDisconnected):
             return "it closed the connection without a response; check its log"
         return f"{error}" or type(error).__name__

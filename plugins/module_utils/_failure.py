@@ -13,15 +13,15 @@ from typing import Any
 
 _MAX_CHARACTERS = 64 << 10
 """Maximum number of characters in a message, which may quote output of a sandbox."""
-_NOT_PRINTABLE = re.compile(
+_UNPRINTABLE = re.compile(
     "[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028\u2029\u202a-\u202e\u2066-\u2069\ud800-\udfff]"
 )
-"""Control characters except tabs and line ends, bidirectional marks, and lone surrogates."""
+"""Control characters except tabs and line breaks, bidirectional marks, and lone surrogates."""
 
 
-def printable(text: str) -> str:
+def make_printable(text: str) -> str:
     """Return ``text`` without control characters that could affect a terminal."""
-    return _NOT_PRINTABLE.sub("", text)
+    return _UNPRINTABLE.sub("", text)
 
 
 class Failure(Exception):
@@ -34,17 +34,17 @@ class Failure(Exception):
     def __init__(
         self, message: str, kind: str = "invalid", *, blockers: Iterable[str] = (), status: int | None = None
     ) -> None:
-        message = printable(message)
+        message = make_printable(message)
         if len(message) > _MAX_CHARACTERS:
             message = message[:_MAX_CHARACTERS] + "..."
         super().__init__(message)
         self.message = message
-        self.kind = printable(kind)
-        self.blockers = [printable(each) for each in blockers]
+        self.kind = make_printable(kind)
+        self.blockers = [make_printable(each) for each in blockers]
         self.status = status
 
     def as_dict(self) -> dict[str, Any]:
-        """Return the value of ``failure`` in a module's result."""
+        """Return the failure as it appears in a module's result."""
         return {"kind": self.kind, "message": self.message, "blockers": self.blockers, "status": self.status}
 
 

@@ -139,14 +139,14 @@ class CurrentState:
 def desired_state(params: Mapping[str, Any]) -> DesiredState:
     kind = "snapshot" if params.get("snapshot") else "sandbox"
     prefix = params.get("name_prefix") or ""
-    absent = params["state"] == "absent"
+    is_absent = params["state"] == "absent"
     return DesiredState(
         names=_requested_names(params, prefix),
         state=params["state"],
         source_kind=kind,
         source=params[kind],
         prefix=prefix,
-        exact=bool(params.get("exact")) or (absent and bool(prefix) and params.get("count") is None),
+        exact=bool(params.get("exact")) or (is_absent and bool(prefix) and params.get("count") is None),
         concurrency=require_minimum(params.get("concurrency"), 1, "concurrency"),
         atomic=params.get("atomic") is not False,
         metadata=stringify_values(params.get("metadata"), "metadata"),
@@ -185,7 +185,7 @@ def observe(client: Client, want: DesiredState) -> CurrentState:
         if _is_complete(want, existing):
             return CurrentState(existing, frozenset(existing), client.now())
     source, captures = _find_source(client, want)
-    all_sandboxes = {shape["name"]: shape for shape in map(sandbox_shape, client.pages("/sandboxes"))}
+    all_sandboxes = {shape["name"]: shape for shape in map(sandbox_shape, client.list_all("/sandboxes"))}
     siblings = _find_siblings(client, want, source, all_sandboxes.values()) if source else frozenset()
     resources = {name: shape for name, shape in all_sandboxes.items() if name in siblings or name in want.names}
     missing = [] if want.state == "absent" else [name for name in want.names if name not in all_sandboxes]
@@ -195,7 +195,7 @@ def observe(client: Client, want: DesiredState) -> CurrentState:
 
 
 def _list_forks(client: Client, snapshot: str) -> Iterator[dict[str, Any]]:
-    return map(sandbox_shape, client.pages("/sandboxes", snapshotID=snapshot))
+    return map(sandbox_shape, client.list_all("/sandboxes", snapshotID=snapshot))
 
 
 def _is_complete(want: DesiredState, existing: Mapping[str, Mapping[str, Any]]) -> bool:
@@ -231,7 +231,7 @@ def _find_siblings(
         return frozenset(shape["name"] for shape in all_sandboxes if shape["forked_from"] == source["id"])
     children = [shape for shape in all_sandboxes if shape["parent_sandbox_id"] == source["id"]]
     listed_ids = (
-        {entry["snapshotID"] for entry in client.pages("/snapshots", sandboxID=source["id"])} if children else set()
+        {entry["snapshotID"] for entry in client.list_all("/snapshots", sandboxID=source["id"])} if children else set()
     )
     return frozenset(shape["name"] for shape in children if shape["forked_from"] not in listed_ids)
 
@@ -317,10 +317,8 @@ def _find_clone(want: DesiredState, have: CurrentState, current: Mapping[str, An
     """Return the name of the sibling's private clone for ``mount``, or None if it has none."""
     for each in current["volumes"]:
         volume = have.volumes.get(each["name"], {})
-        has_right_source = want.source_kind == "sandbox" or volume.get("fromSnapshot") == have.captures.get(
-            mount.volume
-        )
-        if (each["path"], each["read_only"]) == (mount.path, mount.read_only) and has_right_source:
+        has_same_source = want.source_kind == "sandbox" or volume.get("fromSnapshot") == have.captures.get(mount.volume)
+        if (each["path"], each["read_only"]) == (mount.path, mount.read_only) and has_same_source:
             return each["name"] if volume.get("ownerSandboxID") == current["id"] else None
     return None
 
@@ -332,7 +330,7 @@ def _is_dead(current: Mapping[str, Any]) -> bool:
 
 def _require_free_name(have: CurrentState, name: str, current: Mapping[str, Any] | None) -> Mapping[str, Any] | None:
     if current is None and name in have.taken_names:
-        raise _refusals.name_taken(name, have.taken_names[name])
+        raise _refusals.name_taken_error(name, have.taken_names[name])
     return current
 
 
@@ -346,7 +344,7 @@ def _plan_fork(want: DesiredState, have: CurrentState, to_fork: list[tuple[str, 
         check_sizes(want.sizes, {**source, "memory": "auto"}, want.cold_start)
     check_mounts(want.mounts, source, have.volumes)
     _check_captures_exist(want, have)
-    changes = tuple(_change(name, current, _view_after_fork(want, source, name)) for name, current in to_fork)
+    changes = tuple(_fork_change(name, current, _view_after_fork(want, source, name)) for name, current in to_fork)
     body: dict[str, Any] = {
         "names": [name for name, _current in to_fork],
         "atomic": want.atomic,
@@ -374,7 +372,7 @@ def _plan_fork(want: DesiredState, have: CurrentState, to_fork: list[tuple[str, 
     return Action(verb, changes, request)
 
 
-def _change(name: str, current: Mapping[str, Any] | None, after: Mapping[str, Any]) -> Change:
+def _fork_change(name: str, current: Mapping[str, Any] | None, after: Mapping[str, Any]) -> Change:
     return Change(name, None if current is None else keep_common_keys(view(current), after), after)
 
 
@@ -383,7 +381,7 @@ def _check_captures_exist(want: DesiredState, have: CurrentState) -> None:
     for mount in want.mounts or ():
         if not mount.clone or mount.volume in have.captures:
             continue
-        raise _refusals.nothing_to_clone(mount.volume, want.source_kind, want.source)
+        raise _refusals.nothing_to_clone_error(mount.volume, want.source_kind, want.source)
 
 
 def _view_after_fork(want: DesiredState, source: Mapping[str, Any], name: str) -> dict[str, Any]:

@@ -55,7 +55,7 @@ class Listing:
         """Return the module's result, which contains the selected resources. Raises Failure."""
         query = {parameter: _query_value(params.get(option)) for option, parameter in self.queries.items()}
         names = params.get("name")
-        entries = client.pages(f"/{self.plural}", **query)
+        entries = client.list_all(f"/{self.plural}", **query)
         shapes = [
             self.shape(client, entry)
             for entry in entries
@@ -76,7 +76,7 @@ def _query_value(value: Any) -> Any:
 
 def _fetch_volume_shape(client: Client, volume: dict[str, Any]) -> dict[str, Any] | None:
     try:
-        return volume_shape(volume, client.pages(f"/volumes/{quote_segment(volume['name'])}/snapshots"))
+        return volume_shape(volume, client.list_all(f"/volumes/{quote_segment(volume['name'])}/snapshots"))
     except Failure as failure:
         if failure.kind == "not_found":
             return None

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 from ansible.module_utils.basic import AnsibleModule, env_fallback
 from ansible_collections.grove.sandbox.plugins.module_utils._failure import Failure
-from ansible_collections.grove.sandbox.plugins.module_utils._run import HIDDEN, run
+from ansible_collections.grove.sandbox.plugins.module_utils._run import MASK, run
 
 if TYPE_CHECKING:
     from ansible_collections.grove.sandbox.plugins.module_utils._thing import ResourceKind
@@ -65,7 +65,7 @@ def redact_options(params: dict[str, Any]) -> dict[str, Any]:
     """Return the options with their secrets masked."""
     redacted = dict(params)
     if redacted.get("gateway_token"):
-        redacted["gateway_token"] = HIDDEN
+        redacted["gateway_token"] = MASK
     if redacted.get("env"):
-        redacted["env"] = dict.fromkeys(redacted["env"], HIDDEN)
+        redacted["env"] = dict.fromkeys(redacted["env"], MASK)
     return redacted

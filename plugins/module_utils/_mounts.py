@@ -27,7 +27,7 @@ MOUNT_OPTIONS: dict[str, Any] = {
 _PATH = re.compile(r"(/[A-Za-z0-9_.@+:=-]+)+")
 _MAX_PATH_LENGTH = 255
 _SYSTEM_DIRECTORIES = ("/proc", "/sys", "/dev", "/run")
-_TOP_DIRECTORIES = ("/bin", "/boot", "/etc", "/home", "/lib", "/root", "/sbin", "/tmp", "/usr", "/var")
+_TOP_LEVEL_DIRECTORIES = ("/bin", "/boot", "/etc", "/home", "/lib", "/root", "/sbin", "/tmp", "/usr", "/var")
 
 
 @dataclass(frozen=True)
@@ -71,9 +71,11 @@ def validate_path(path: str) -> str:
         or not _PATH.fullmatch(normalized)
         or {".", ".."}.intersection(normalized.split("/"))
     ):
-        raise _refusals.path_not_allowed(path, _MAX_PATH_LENGTH)
-    if normalized in _TOP_DIRECTORIES or any(is_inside(normalized, directory) for directory in _SYSTEM_DIRECTORIES):
-        raise _refusals.system_path(normalized)
+        raise _refusals.path_not_allowed_error(path, _MAX_PATH_LENGTH)
+    if normalized in _TOP_LEVEL_DIRECTORIES or any(
+        is_inside(normalized, directory) for directory in _SYSTEM_DIRECTORIES
+    ):
+        raise _refusals.system_path_error(normalized)
     return normalized
 
 
@@ -82,7 +84,7 @@ def check_no_overlap(paths: Iterable[str]) -> None:
     sorted_paths = sorted(paths, key=lambda path: path.split("/"))
     for outer, inner in zip(sorted_paths, sorted_paths[1:]):
         if is_inside(inner, outer):
-            raise _refusals.paths_overlap(outer, inner)
+            raise _refusals.paths_overlap_error(outer, inner)
 
 
 def is_inside(path: str, other: str) -> bool:
@@ -96,7 +98,7 @@ def find_volumes(
     """Return the gateway's volumes by name. Sends no request if the sandboxes mount no volumes."""
     if not (mounts if mounts is not None else (source or {}).get("mounts")):
         return {}
-    return {entry["name"]: entry for entry in client.pages("/volumes")}
+    return {entry["name"]: entry for entry in client.list_all("/volumes")}
 
 
 def missing_volumes(source: Mapping[str, Any], volumes: Mapping[str, Any]) -> list[str]:
@@ -108,10 +110,10 @@ def check_volumes_exist(mounts: Iterable[Mount] | None, volumes: Mapping[str, An
     """Raise Failure if a mounted volume is not in ``volumes``."""
     for mount in mounts or ():
         if mount.volume not in volumes:
-            raise _refusals.volume_not_found(mount.volume)
+            raise _refusals.volume_not_found_error(mount.volume)
 
 
 def check_running(name: str, sandbox: Mapping[str, Any], ident: str) -> None:
     """Raise Failure if the sandbox is paused, because volumes can be attached only to running sandboxes."""
     if sandbox["state"] != "running":
-        raise _refusals.paused_for_attach(name, ident)
+        raise _refusals.paused_for_attach_error(name, ident)

@@ -25,7 +25,7 @@ def find_taken_names(client: Client, names: Iterable[str], *, except_kind: str) 
     for kind, path in _LIST_PATHS.items():
         if kind == except_kind:
             continue
-        for entry in client.pages(path, **query):
+        for entry in client.list_all(path, **query):
             if entry.get("buildStatus", "ready") != "ready":
                 continue
             for name in [entry.get("name"), *(entry.get("names") or [])]:

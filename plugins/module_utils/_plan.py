@@ -116,7 +116,7 @@ def validate_names(names: Iterable[str], kind: str) -> tuple[str, ...]:
     result = []
     for name in names:
         if not _NAME.fullmatch(name):
-            raise _refusals.name_not_allowed(kind, name)
+            raise _refusals.name_not_allowed_error(kind, name)
         if name in result:
             raise Failure(f"the {kind} name {name!r} is listed twice: list each name once")
         result.append(str(name))

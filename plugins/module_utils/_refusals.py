@@ -19,14 +19,14 @@ _MAX_NAMES = 20
 """Maximum number of names in a message."""
 
 
-def name_not_allowed(kind: str, name: str) -> Failure:
+def name_not_allowed_error(kind: str, name: str) -> Failure:
     return Failure(
         f"the {kind} name {_shorten(name)!r} is not allowed: use 1 to 64 letters, digits, '_', '.' or '-', "
         "starting with a letter or digit"
     )
 
 
-def name_taken(name: str, kind: str) -> Failure:
+def name_taken_error(name: str, kind: str) -> Failure:
     return Failure(
         f"the name {name!r} is taken by a {kind}: sandboxes, snapshots, templates and volumes share one "
         "namespace, so choose another name",
@@ -34,7 +34,7 @@ def name_taken(name: str, kind: str) -> Failure:
     )
 
 
-def in_use(kind: str, name: str, users: Mapping[str, Sequence[str]]) -> Failure:
+def in_use_error(kind: str, name: str, users: Mapping[str, Sequence[str]]) -> Failure:
     """Return the error for a snapshot or template in use. ``users``: names by kind of resource."""
     users_text = " and ".join(
         f"{user_kind}s ({', '.join(names[:_MAX_NAMES])}{', …' if len(names) > _MAX_NAMES else ''})"
@@ -48,11 +48,11 @@ def in_use(kind: str, name: str, users: Mapping[str, Sequence[str]]) -> Failure:
     )
 
 
-def template_building(name: str) -> Failure:
+def template_building_error(name: str) -> Failure:
     return Failure(f"template {name!r} is being built and cannot be removed yet: wait until the build ends", "conflict")
 
 
-def sizes_differ(source: str, sizes: Iterable[str]) -> Failure:
+def sizes_differ_error(source: str, sizes: Iterable[str]) -> Failure:
     """Return the error for sizes that differ from the source's. ``sizes``: each as "NAME CURRENT, not REQUESTED"."""
     return Failure(
         f"{source!r} includes the memory of a machine with {' and '.join(sizes)}: do not change the sizes, "
@@ -61,11 +61,11 @@ def sizes_differ(source: str, sizes: Iterable[str]) -> Failure:
     )
 
 
-def smaller_disk(size: int, source: int) -> Failure:
+def smaller_disk_error(size: int, source: int) -> Failure:
     return Failure(f"disk_mb {size} is less than the {source} MiB of the source: set disk_mb to at least {source}")
 
 
-def paused_for_capture(name: str, ident: str) -> Failure:
+def paused_for_capture_error(name: str, ident: str) -> Failure:
     return Failure(
         f"sandbox {name!r} is paused and cannot be captured: resume it first, with the module "
         "grove.sandbox.sandbox and state: running",
@@ -74,7 +74,7 @@ def paused_for_capture(name: str, ident: str) -> Failure:
     )
 
 
-def paused_for_attach(name: str, ident: str) -> Failure:
+def paused_for_attach_error(name: str, ident: str) -> Failure:
     return Failure(
         f"sandbox {name!r} is paused, but a volume can be attached only to a running sandbox: resume it "
         "first, with the module grove.sandbox.sandbox and state: running",
@@ -83,20 +83,20 @@ def paused_for_attach(name: str, ident: str) -> Failure:
     )
 
 
-def prewarm_without_memory(kind: str, name: str) -> Failure:
+def prewarm_without_memory_error(kind: str, name: str) -> Failure:
     return Failure(
         f"{kind} {name!r} has no memory, so its forks boot and cannot be kept ready: leave prewarm out, or set it to 0",
         "unsupported",
     )
 
 
-def volume_not_found(name: str) -> Failure:
+def volume_not_found_error(name: str) -> Failure:
     return Failure(
         f"volume {name!r} not found: create it first, with the module grove.sandbox.sandbox_volume", "not_found"
     )
 
 
-def volumes_lost(source: str, volumes: Sequence[str]) -> Failure:
+def volumes_lost_error(source: str, volumes: Sequence[str]) -> Failure:
     return Failure(
         f"{source!r} was captured with volumes that no longer exist ({', '.join(volumes)}): set volumes to "
         "the volumes to mount ([] for none)",
@@ -105,7 +105,7 @@ def volumes_lost(source: str, volumes: Sequence[str]) -> Failure:
     )
 
 
-def volume_not_mounted(volume: str, sandbox: str, ident: str) -> Failure:
+def volume_not_mounted_error(volume: str, sandbox: str, ident: str) -> Failure:
     return Failure(
         f"volume {volume!r} is not mounted in sandbox {sandbox!r}, so a snapshot of the sandbox cannot include it: "
         "attach it first, or take a snapshot of the volume alone with the module grove.sandbox.sandbox_volume",
@@ -113,7 +113,7 @@ def volume_not_mounted(volume: str, sandbox: str, ident: str) -> Failure:
     )
 
 
-def nothing_to_clone(volume: str, source_kind: str, source: str) -> Failure:
+def nothing_to_clone_error(volume: str, source_kind: str, source: str) -> Failure:
     if source_kind == "sandbox":
         return Failure(
             f"volume {volume!r} is not mounted in sandbox {source!r}, so it cannot be cloned with the "
@@ -125,7 +125,7 @@ def nothing_to_clone(volume: str, source_kind: str, source: str) -> Failure:
     )
 
 
-def volume_has_writers(name: str, writers: Iterable[Any]) -> Failure:
+def volume_has_writers_error(name: str, writers: Iterable[Any]) -> Failure:
     """Return the error for a volume with writers. ``writers``: their attachments, as in a volume's shape."""
     attachments = list(writers)
     return Failure(
@@ -136,35 +136,35 @@ def volume_has_writers(name: str, writers: Iterable[Any]) -> Failure:
     )
 
 
-def volume_cannot_shrink(name: str, size: int, requested: int) -> Failure:
+def volume_cannot_shrink_error(name: str, size: int, requested: int) -> Failure:
     return Failure(
-        f"volume {name!r} is {size} MiB large and cannot shrink to {requested} MiB: do not reduce size_mb, or create "
-        "a smaller volume and copy the files",
+        f"volume {name!r} has a size of {size} MiB and cannot shrink to {requested} MiB: do not reduce size_mb, or "
+        "create a smaller volume and copy the files",
         "conflict",
     )
 
 
-def smaller_volume(name: str, size: int, source: int) -> Failure:
+def smaller_volume_error(name: str, size: int, source: int) -> Failure:
     return Failure(
         f"size_mb {size} is less than the {source} MiB of the snapshot for volume {name!r}: "
         f"set size_mb to at least {source}"
     )
 
 
-def path_not_allowed(path: str, max_length: int) -> Failure:
+def path_not_allowed_error(path: str, max_length: int) -> Failure:
     return Failure(
         f"a volume cannot be mounted at {_shorten(path)!r}: use an absolute path without '.' and '..', of "
         f"at most {max_length} letters, digits and _ . @ + : = -"
     )
 
 
-def system_path(path: str) -> Failure:
+def system_path_error(path: str) -> Failure:
     return Failure(
         f"a volume cannot be mounted at {path!r}, which the system needs: use another path, for example below /srv"
     )
 
 
-def paths_overlap(outer: str, inner: str) -> Failure:
+def paths_overlap_error(outer: str, inner: str) -> Failure:
     return Failure(f"volumes cannot be mounted both at {outer!r} and inside it at {inner!r}: choose separate paths")
 
 

@@ -126,14 +126,14 @@ def _plan_one(want: DesiredState, have: CurrentState, name: str) -> list[Action]
     backup = want.backups.get(name)
     if backup:
         if backup in have.taken_names:
-            raise _refusals.name_taken(backup, have.taken_names[backup])
+            raise _refusals.name_taken_error(backup, have.taken_names[backup])
         check_running_for_capture(name, current)
-        changes.append(Change(backup, None, captured_view(backup, current, _reason(have)), SNAPSHOT))
-        request["backup"] = {"name": backup, "description": _reason(have)}
+        changes.append(Change(backup, None, captured_view(backup, current, _backup_description(have)), SNAPSHOT))
+        request["backup"] = {"name": backup, "description": _backup_description(have)}
     return [Action("rollback", tuple(changes), request)]
 
 
-def _reason(have: CurrentState) -> str:
+def _backup_description(have: CurrentState) -> str:
     return f"before the rollback to {have.snapshot['name'] or have.snapshot['id']}"
 
 

@@ -17,7 +17,7 @@ from ansible_collections.grove.sandbox.plugins.module_utils._plan import Action,
 if TYPE_CHECKING:
     from ansible_collections.grove.sandbox.plugins.module_utils._thing import ManagedKind, ResourceKind
 
-HIDDEN = "********"
+MASK = "********"
 
 
 def run(
@@ -174,7 +174,7 @@ def mask_secrets(value: Any, secrets: tuple[str, ...]) -> Any:
         return value
     if isinstance(value, str):
         for secret in secrets:
-            value = value.replace(secret, HIDDEN)
+            value = value.replace(secret, MASK)
         return value
     if isinstance(value, dict):
         return {key: mask_secrets(item, secrets) for key, item in value.items()}

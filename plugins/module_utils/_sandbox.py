@@ -78,9 +78,9 @@ ARGUMENTS: dict[str, Any] = {
 RULES: dict[str, Any] = {"mutually_exclusive": [("template", "snapshot")]}
 
 SIZES = ("cpus", "memory_mb", "disk_mb")
-LIFETIME_TOLERANCE = 10
+LIFETIME_TOLERANCE_SECONDS = 10
 """Seconds by which a lifetime may differ from ``timeout``, because of clock skew and request time."""
-NEVER = -1
+UNLIMITED = -1
 _ID = re.compile(r"[0-9a-f]{12}")
 
 
@@ -135,7 +135,7 @@ def desired_state(params: Mapping[str, Any]) -> DesiredState:
 
 def validate_timeout(timeout: int | None) -> int | None:
     """Return ``timeout``, which may be None. Raises Failure if it is not a valid lifetime."""
-    if timeout != NEVER:
+    if timeout != UNLIMITED:
         require_minimum(timeout, 1, "timeout (seconds, or -1 for never)")
     return timeout
 
@@ -164,13 +164,13 @@ def find_sandboxes(client: Client, refs: tuple[str, ...]) -> dict[str, dict[str,
     """
     if len(refs) == 1:
         # Use the list, because a request for a single sandbox makes the gateway check whether it has diverged.
-        for detail in client.pages("/sandboxes", name=refs[0]):
+        for detail in client.list_all("/sandboxes", name=refs[0]):
             return {refs[0]: sandbox_shape(detail)}
         detail = client.find(f"/sandboxes/{refs[0]}") if _ID.fullmatch(refs[0]) else None
         return {} if detail is None else {refs[0]: sandbox_shape(detail)}
     shapes: dict[str, dict[str, Any]] = {}
     requested = set(refs)
-    for detail in client.pages("/sandboxes"):
+    for detail in client.list_all("/sandboxes"):
         shape = sandbox_shape(detail)
         for ref in requested.intersection((shape["name"], shape["id"])):
             # A name takes precedence over an id, as in the gateway.
@@ -200,8 +200,8 @@ def view(shape: Mapping[str, Any]) -> dict[str, Any]:
 
 def lifetime(shape: Mapping[str, Any]) -> int:
     """Return the seconds from a sandbox's creation to its end, or -1 if it is unlimited."""
-    begin, end = parse_time(shape["created_at"]), parse_time(shape["end_at"])
-    return NEVER if begin is None or end is None else round((end - begin).total_seconds())
+    created_at, end = parse_time(shape["created_at"]), parse_time(shape["end_at"])
+    return UNLIMITED if created_at is None or end is None else round((end - created_at).total_seconds())
 
 
 def plan(want: DesiredState, have: CurrentState) -> Plan:
@@ -217,12 +217,12 @@ def _plan_one(want: DesiredState, have: CurrentState, name: str) -> list[Action]
         return [] if current is None else [remove(name, current)]
     if current is None:
         return [_plan_creation(want, have, name)]
-    fixed = _fixed_differences(want, have, current)
-    if fixed and want.recreate:
+    differences = _fixed_differences(want, have, current)
+    if differences and want.recreate:
         return [_plan_replacement(want, have, name, current)]
-    if fixed:
+    if differences:
         raise Failure(
-            f"sandbox {name!r} {' and '.join(fixed)}, which cannot change during its lifetime: set "
+            f"sandbox {name!r} {' and '.join(differences)}, which cannot change during its lifetime: set "
             "recreate: true to replace it, which loses its contents",
             "conflict",
             blockers=[current["id"]],
@@ -242,10 +242,10 @@ def _fixed_differences(want: DesiredState, have: CurrentState, current: Mapping[
 
 def _plan_creation(want: DesiredState, have: CurrentState, name: str) -> Action:
     if name in have.taken_names:
-        raise _refusals.name_taken(name, have.taken_names[name])
+        raise _refusals.name_taken_error(name, have.taken_names[name])
     if have.source is None:
         raise Failure(
-            f"sandbox {name!r} does not exist, and creating it needs a source: set 'template' or 'snapshot'",
+            f"sandbox {name!r} does not exist, and creating it requires a source: set 'template' or 'snapshot'",
             "not_found",
         )
     check_sizes(want.sizes, have.source, want.cold_start)
@@ -257,7 +257,7 @@ def _plan_creation(want: DesiredState, have: CurrentState, name: str) -> Action:
 def _plan_replacement(want: DesiredState, have: CurrentState, name: str, current: Mapping[str, Any]) -> Action:
     source = have.source
     if source is None:
-        raise Failure(f"replacing sandbox {name!r} needs a source: set 'template' or 'snapshot'")
+        raise Failure(f"replacing sandbox {name!r} requires a source: set 'template' or 'snapshot'")
     check_sizes(want.sizes, source, want.cold_start)
     check_mounts(want.mounts, source, have.volumes)
     request = {
@@ -308,9 +308,9 @@ def check_sizes(sizes: Mapping[str, int], source: Mapping[str, Any], cold_start:
     """Raise Failure if a fork of ``source`` cannot have these sizes."""
     differences = [f"{key} {source[key]}, not {value}" for key, value in sizes.items() if source[key] != value]
     if sizes.get("disk_mb", source["disk_mb"]) < source["disk_mb"]:
-        raise _refusals.smaller_disk(sizes["disk_mb"], source["disk_mb"])
+        raise _refusals.smaller_disk_error(sizes["disk_mb"], source["disk_mb"])
     if differences and not cold_start and source.get("memory", "none") != "none":
-        raise _refusals.sizes_differ(source["name"] or source["id"], differences)
+        raise _refusals.sizes_differ_error(source["name"] or source["id"], differences)
 
 
 def mounts_of_fork(mounts: tuple[Mount, ...] | None, source: Mapping[str, Any]) -> list[dict[str, Any]]:
@@ -323,7 +323,7 @@ def check_mounts(mounts: tuple[Mount, ...] | None, source: Mapping[str, Any], vo
     check_volumes_exist(mounts, volumes)
     missing = missing_volumes(source, volumes) if mounts is None else []
     if missing:
-        raise _refusals.volumes_lost(source["name"] or source["id"], missing)
+        raise _refusals.volumes_lost_error(source["name"] or source["id"], missing)
 
 
 def size_fields(sizes: Mapping[str, int]) -> dict[str, int]:
@@ -403,20 +403,20 @@ def lifetime_differs(timeout: int | None, lifetime: int) -> bool:
     """Return whether the lifetime differs from the requested ``timeout``, which is None if the user set none."""
     if timeout is None:
         return False
-    if NEVER in (timeout, lifetime):
+    if UNLIMITED in (timeout, lifetime):
         return timeout != lifetime
-    return abs(timeout - lifetime) > LIFETIME_TOLERANCE
+    return abs(timeout - lifetime) > LIFETIME_TOLERANCE_SECONDS
 
 
 def lifetime_end(timeout: int | None, name: str, current: Mapping[str, Any], clock: datetime) -> datetime | None:
-    """Return the end of a lifetime of ``timeout`` seconds from the sandbox's creation, or None for no end.
+    """Return the end of a lifetime of ``timeout`` seconds from the sandbox's creation, or None if it is unlimited.
 
     Raises Failure if that time has already passed.
     """
-    begin = parse_time(current["created_at"])
-    if timeout in (None, NEVER) or begin is None:
+    created_at = parse_time(current["created_at"])
+    if timeout in (None, UNLIMITED) or created_at is None:
         return None
-    end = begin + timedelta(seconds=timeout)
+    end = created_at + timedelta(seconds=timeout)
     if end <= clock:
         raise Failure(
             f"sandbox {name!r} was created at {current['created_at']} and is already older than the timeout of "
@@ -470,7 +470,7 @@ def apply_to_sandbox(action: Action, client: Client) -> None:
 
 
 def _remaining_seconds(end: datetime | None, client: Client) -> int:
-    return NEVER if end is None else max(1, round((end - client.now()).total_seconds()))
+    return UNLIMITED if end is None else max(1, round((end - client.now()).total_seconds()))
 
 
 def replace(client: Client, old: list[tuple[str, str, str]], create: Any) -> Any:

@@ -135,17 +135,17 @@ def observe(client: Client, want: DesiredState) -> CurrentState:
         return CurrentState(resources, users={} if want.when_unused else find_users(client, resources.values()))
     missing = [name for name in want.names if name not in resources]
     refs = dict.fromkeys(want.sandboxes[name] for name in want.names)
-    needed = {want.sandboxes[name] for name in missing}
+    sandboxes_to_capture = {want.sandboxes[name] for name in missing}
     sandboxes = {}
     for ref in refs:
         path = f"/sandboxes/{quote_segment(ref)}"
         # A snapshot can outlive its sandbox, so only sandboxes with missing snapshots have to exist.
-        detail = client.get(path) if ref in needed else client.find(path)
+        detail = client.get(path) if ref in sandboxes_to_capture else client.find(path)
         if detail is not None:
             sandboxes[ref] = sandbox_shape(detail)
     heads = {}
     if want.when_changed:
-        for ref in needed:
+        for ref in sandboxes_to_capture:
             head = client.find(f"/snapshots/{quote_segment(sandboxes[ref]['snapshot_id'] or '-')}")
             if head is not None and head.get("kind", "snapshot") == "snapshot":
                 heads[head["snapshotID"]] = snapshot_shape(head)
@@ -200,7 +200,7 @@ def _plan_one(want: DesiredState, have: CurrentState, name: str) -> list[Action]
         _check_matches(want, have, name, current)
         return plan_prewarm(name, current, view(current), want.prewarm, SNAPSHOT)
     if name in have.taken_names:
-        raise _refusals.name_taken(name, have.taken_names[name])
+        raise _refusals.name_taken_error(name, have.taken_names[name])
     sandbox = have.sandboxes[want.sandboxes[name]]
     if want.when_changed and find_unchanged_snapshot(want, have, sandbox) is not None:
         return []
@@ -211,9 +211,9 @@ def _plan_one(want: DesiredState, have: CurrentState, name: str) -> list[Action]
 def _plan_capture(want: DesiredState, name: str, sandbox: Mapping[str, Any]) -> Action:
     for volume in want.volumes or ():
         if all(each["name"] != volume for each in sandbox["volumes"]):
-            raise _refusals.volume_not_mounted(volume, sandbox["name"], sandbox["id"])
+            raise _refusals.volume_not_mounted_error(volume, sandbox["name"], sandbox["id"])
     if want.prewarm and want.memory == "none":
-        raise _refusals.prewarm_without_memory("snapshot", name)
+        raise _refusals.prewarm_without_memory_error("snapshot", name)
     body: dict[str, Any] = {"name": name, "description": want.description or "", "memory": want.memory}
     if want.volumes:
         body["volumes"] = list(want.volumes)
@@ -235,16 +235,16 @@ def plan_prewarm(
     if count is None or count == current["prewarm"]:
         return []
     if count and current["memory"] == "none":
-        raise _refusals.prewarm_without_memory(kind, name)
+        raise _refusals.prewarm_without_memory_error(kind, name)
     before = {**before, "prewarm": current["prewarm"]}
-    request = {"place": f"/snapshots/{quote_segment(current['id'])}/prewarm", "count": count}
+    request = {"path": f"/snapshots/{quote_segment(current['id'])}/prewarm", "count": count}
     return [Action("prewarm", (Change(name, before, {**before, "prewarm": count}, kind),), request)]
 
 
 def check_running_for_capture(ref: str, sandbox: Mapping[str, Any]) -> None:
     """Raise Failure if the sandbox is paused, because only running sandboxes can be captured."""
     if sandbox["state"] != "running":
-        raise _refusals.paused_for_capture(ref, sandbox["id"])
+        raise _refusals.paused_for_capture_error(ref, sandbox["id"])
 
 
 def captured_view(
@@ -266,7 +266,7 @@ def find_unchanged_snapshot(
 ) -> Mapping[str, Any] | None:
     """Return the sandbox's last snapshot if a new one would be the same, or None.
 
-    That is the case if the file system has not changed since, and the snapshot includes the requested volumes.
+    They are the same if the file system has not changed, and the last snapshot includes the requested volumes.
     """
     head = have.heads.get(sandbox["snapshot_id"])
     if head is None or head["source_sandbox_id"] != sandbox["id"] or sandbox["diverged"] is not False:
@@ -299,14 +299,14 @@ def _check_matches(want: DesiredState, have: CurrentState, name: str, current: M
 
 def _plan_removal(want: DesiredState, have: CurrentState, name: str, current: Mapping[str, Any]) -> Action:
     check_unused("snapshot", name, have.users.get(current["id"]))
-    request = {"place": f"/snapshots/{quote_segment(current['id'])}", "when_unused": want.when_unused}
+    request = {"path": f"/snapshots/{quote_segment(current['id'])}", "when_unused": want.when_unused}
     return Action("remove", (Change(name, view(current), None, SNAPSHOT),), request)
 
 
 def check_unused(kind: str, name: str, users: Users | None) -> None:
     """Raise Failure if ``users`` is not None, which means that the resource is in use."""
     if users is not None:
-        raise _refusals.in_use(kind, name, users)
+        raise _refusals.in_use_error(kind, name, users)
 
 
 def apply(action: Action, client: Client) -> dict[str, Failure]:
@@ -316,9 +316,9 @@ def apply(action: Action, client: Client) -> dict[str, Failure]:
         with explaining_removal("sandbox", request["ref"], request["sandbox"]):
             client.post(f"/sandboxes/{quote_segment(request['sandbox'])}/snapshots", dict(request["body"]))
     elif action.verb == "prewarm":
-        client.post(request["place"], {"count": request["count"]})
+        client.post(request["path"], {"count": request["count"]})
     elif action.verb == "remove":
-        client.delete(request["place"], when="unused" if request["when_unused"] else "")
+        client.delete(request["path"], when="unused" if request["when_unused"] else "")
     else:
         raise ValueError(f"unknown action {action.verb}")
     return {}
@@ -330,7 +330,7 @@ def result_lists(want: DesiredState) -> dict[str, tuple[str, ...]]:
 
 
 def resources_by_name(want: DesiredState, have: CurrentState) -> Mapping[str, Mapping[str, Any]]:
-    """Return snapshots by name. The sandbox's last snapshot stands in for one that ``when_changed`` skipped."""
+    """Return snapshots by name. A name that ``when_changed`` skipped maps to the sandbox's last snapshot."""
     result = dict(have.resources)
     for name, ref in want.sandboxes.items():
         sandbox = have.sandboxes.get(ref)

@@ -128,10 +128,10 @@ def _plan_one(want: DesiredState, have: CurrentState, name: str) -> list[Action]
     current = have.resources.get(name)
     if want.state == "absent":
         if current is not None and current["status"] == "building":
-            raise _refusals.template_building(name)
+            raise _refusals.template_building_error(name)
         return [] if current is None or current["status"] == "error" else [_plan_removal(want, have, name, current)]
     if current is None and name in have.taken_names:
-        raise _refusals.name_taken(name, have.taken_names[name])
+        raise _refusals.name_taken_error(name, have.taken_names[name])
     if current is not None and _is_up_to_date(want, current):
         if current["status"] == "building":
             return []
@@ -165,7 +165,7 @@ def _is_up_to_date(want: DesiredState, current: Mapping[str, Any]) -> bool:
 
 def _plan_removal(want: DesiredState, have: CurrentState, name: str, current: Mapping[str, Any]) -> Action:
     check_unused("template", name, have.users.get(current["id"]))
-    request = {"place": f"/templates/{quote_segment(current['id'])}", "when_unused": want.when_unused}
+    request = {"path": f"/templates/{quote_segment(current['id'])}", "when_unused": want.when_unused}
     return Action("remove", (Change(name, view(current), None, TEMPLATE),), request)
 
 
@@ -177,9 +177,9 @@ def apply(action: Action, client: Client) -> dict[str, Failure]:
         if template.get("buildStatus") != "ready" and request["wait"]:
             _wait_for_build(client, action.changes[0].name, template, request["wait"])
     elif action.verb == "prewarm":
-        client.post(request["place"], {"count": request["count"]})
+        client.post(request["path"], {"count": request["count"]})
     elif action.verb == "remove":
-        client.delete(request["place"], when="unused" if request["when_unused"] else "")
+        client.delete(request["path"], when="unused" if request["when_unused"] else "")
     else:
         raise ValueError(f"unknown action {action.verb}")
     return {}

@@ -59,7 +59,7 @@ class ManagedKind(Protocol):
 
 
 class ListedKind(Protocol):
-    """A ``Listing`` of ``_info``, with which a read-only module lists one kind of resource."""
+    """An instance of ``_info.Listing``, which a read-only module uses to list one kind of resource."""
 
     @property
     def ARGUMENTS(self) -> dict[str, Any]:

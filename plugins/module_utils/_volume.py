@@ -95,13 +95,13 @@ class CurrentState:
 def desired_state(params: Mapping[str, Any]) -> DesiredState:
     names = validate_names(params["name"], "volume")
     attachments = _parse_attachments(params.get("attachments"))
-    absent = params["state"] == "absent"
+    is_absent = params["state"] == "absent"
     if attachments and len(names) > 1:
         raise Failure(
             f"attachments are set for {len(names)} volumes, but a sandbox cannot mount two volumes at one "
             "path: use one task for each volume"
         )
-    if attachments and absent:
+    if attachments and is_absent:
         raise Failure(
             "with state: absent, a volume cannot have attachments: set attachments to [] to detach it everywhere"
         )
@@ -152,7 +152,7 @@ def observe(client: Client, want: DesiredState) -> CurrentState:
     for name in want.names:
         entry = client.find(f"/volumes/{quote_segment(name)}")
         if entry is not None:
-            snapshots = list(client.pages(f"/volumes/{quote_segment(name)}/snapshots"))
+            snapshots = list(client.list_all(f"/volumes/{quote_segment(name)}/snapshots"))
             resources[name] = volume_shape(entry, snapshots)
             captures[name] = frozenset(ref for each in snapshots for ref in (each["name"], each["snapshotID"]))
     if want.state == "absent":
@@ -174,7 +174,7 @@ def _find_source(client: Client, want: DesiredState) -> Mapping[str, Any] | None
     path = f"/volumes/{quote_segment(volume)}"
     if client.find(path) is None:
         return None
-    entries = client.pages(f"{path}/snapshots")
+    entries = client.list_all(f"{path}/snapshots")
     return next((each for each in entries if snapshot in (each["name"], each["snapshotID"])), None)
 
 
@@ -205,7 +205,7 @@ def _plan_one(want: DesiredState, have: CurrentState, name: str) -> list[Action]
     volume_plan.plan_rollback()
     volume_plan.plan_grow()
     volume_plan.plan_attach()
-    volume_plan.plan_purge()
+    volume_plan.plan_snapshot_removal()
     return volume_plan.actions
 
 
@@ -237,7 +237,7 @@ class _VolumePlan:
     def plan_create(self) -> None:
         want, source = self.want, self.have.source
         if self.name in self.have.taken_names:
-            raise _refusals.name_taken(self.name, self.have.taken_names[self.name])
+            raise _refusals.name_taken_error(self.name, self.have.taken_names[self.name])
         if want.source is not None and source is None:
             raise Failure(
                 f"snapshot {want.source[1]!r} of volume {want.source[0]!r} not found: use an existing snapshot",
@@ -246,7 +246,7 @@ class _VolumePlan:
         minimum = source["sizeMB"] if source is not None else MIN_SIZE_MB
         size = want.size_mb or (source["sizeMB"] if source is not None else DEFAULT_SIZE_MB)
         if size < minimum:
-            raise _refusals.smaller_volume(self.name, size, minimum)
+            raise _refusals.smaller_volume_error(self.name, size, minimum)
         body: dict[str, Any] = {"name": self.name, "sizeMB": size}
         if source is not None:
             body["fromSnapshot"] = source["snapshotID"]
@@ -291,8 +291,8 @@ class _VolumePlan:
                 blockers=[self.owner],
             )
         for entry in surplus:
-            rest = [each for each in self._current_view["attachments"] if each != entry]
-            self._add_step("detach", {"sandbox": entry["sandbox_id"]}, attachments=rest)
+            remaining = [each for each in self._current_view["attachments"] if each != entry]
+            self._add_step("detach", {"sandbox": entry["sandbox_id"]}, attachments=remaining)
 
     def plan_capture(self) -> None:
         for snapshot in self.want.snapshots or ():
@@ -310,7 +310,7 @@ class _VolumePlan:
             )
         writers = [each for each in self._current_view["attachments"] if not each["read_only"]]
         if writers and not self.want.force:
-            raise _refusals.volume_has_writers(self.name, writers)
+            raise _refusals.volume_has_writers_error(self.name, writers)
         self._add_step("rollback", {"snapshot": target, "force": self.want.force}, content_of=target)
 
     def plan_grow(self) -> None:
@@ -318,7 +318,7 @@ class _VolumePlan:
         if size is None or size == self._current_view["size_mb"]:
             return
         if size < self._current_view["size_mb"]:
-            raise _refusals.volume_cannot_shrink(self.name, self._current_view["size_mb"], size)
+            raise _refusals.volume_cannot_shrink_error(self.name, self._current_view["size_mb"], size)
         self._add_step("grow", {"size": size}, size_mb=size)
 
     def plan_attach(self) -> None:
@@ -330,20 +330,20 @@ class _VolumePlan:
                 continue
             sandbox = next(each for each in self.have.sandboxes.values() if each["id"] == entry["sandbox_id"])
             check_running(sandbox["name"], sandbox, sandbox["id"])
-            others = [each["path"] for each in sandbox["volumes"] if each["name"] != self.name]
-            check_no_overlap([*others, entry["path"]])
+            other_paths = [each["path"] for each in sandbox["volumes"] if each["name"] != self.name]
+            check_no_overlap([*other_paths, entry["path"]])
             attachments = sorted(
                 [*self._current_view["attachments"], entry], key=lambda each: (each["sandbox"], each["sandbox_id"])
             )
             body = {"name": self.name, "path": entry["path"], "readOnly": entry["read_only"]}
             self._add_step("attach", {"sandbox": sandbox["id"], "body": body}, attachments=attachments)
 
-    def plan_purge(self) -> None:
+    def plan_snapshot_removal(self) -> None:
         if not self.want.purge or self.want.snapshots is None:
             return
         for snapshot in [each for each in self._current_view["snapshots"] if each not in self.want.snapshots]:
-            rest = [each for each in self._current_view["snapshots"] if each != snapshot]
-            self._add_step("remove_snapshot", {"snapshot": snapshot}, snapshots=rest)
+            remaining = [each for each in self._current_view["snapshots"] if each != snapshot]
+            self._add_step("remove_snapshot", {"snapshot": snapshot}, snapshots=remaining)
 
 
 def _fixed_properties(entry: Mapping[str, Any]) -> tuple[str, str, bool]:
@@ -352,7 +352,7 @@ def _fixed_properties(entry: Mapping[str, Any]) -> tuple[str, str, bool]:
 
 
 def _check_matches(want: DesiredState, have: CurrentState, name: str, current: Mapping[str, Any]) -> None:
-    """Raise Failure if the volume was not created from the requested snapshot. Passes if that no longer exists."""
+    """Raise Failure if the volume was not created from the requested snapshot, unless that no longer exists."""
     if (
         want.source is not None
         and (have.source or {}).get("snapshotID", current["from_snapshot"]) != current["from_snapshot"]
@@ -371,9 +371,9 @@ def _plan_removal(want: DesiredState, name: str, current: Mapping[str, Any]) -> 
     Raises Failure with all reasons that prevent the removal.
     """
     before = view(current)
-    detach = want.attachments is not None
+    should_detach = want.attachments is not None
     reasons = []
-    if current["attachments"] and not detach:
+    if current["attachments"] and not should_detach:
         names = ", ".join(each["sandbox"] for each in current["attachments"])
         reasons.append(f"is mounted in {names} (set attachments: [] to detach it)")
     if current["snapshots"] and not want.purge:
@@ -383,7 +383,7 @@ def _plan_removal(want: DesiredState, name: str, current: Mapping[str, Any]) -> 
             f"is part of snapshots of sandboxes ({', '.join(current['captured_by'])}), which must be removed first"
         )
     if reasons:
-        sandbox_ids = [] if detach else [each["sandbox_id"] for each in current["attachments"]]
+        sandbox_ids = [] if should_detach else [each["sandbox_id"] for each in current["attachments"]]
         remaining_snapshots = [] if want.purge else current["snapshots"]
         raise Failure(
             f"volume {name!r} {' and '.join(reasons)}",

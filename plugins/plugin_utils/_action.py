@@ -26,16 +26,16 @@ from ansible_collections.grove.sandbox.plugins.plugin_utils._operator import Ope
 if TYPE_CHECKING:
     from ansible_collections.grove.sandbox.plugins.module_utils._thing import ResourceKind
 
-SANDBOX = "grove.sandbox.sandbox"
+SANDBOX_CONNECTION = "grove.sandbox.sandbox"
 """The connection plugin for sandboxes."""
-KEY_OPTIONS = ("gateway_url", "ca_path", "validate_certs")
+DESTINATION_OPTIONS = ("gateway_url", "ca_path", "validate_certs")
 """Options that decide where the API key is sent."""
 
 
 class GatewayAction(ActionBase):
     """Does the work of ``resource_kind`` in this process, or runs the module of the same name on the managed host.
 
-    This process is much faster, but it must reach the same gateway as the module; see ``_can_run_in_process``.
+    Work in this process is much faster, but requires access to the module's gateway; see ``_can_run_in_process``.
     """
 
     resource_kind: ResourceKind
@@ -47,14 +47,14 @@ class GatewayAction(ActionBase):
         del tmp
         args = self._arguments()
         try:
-            self._check_key(args, task_vars or {})
+            self._check_key_destination(args, task_vars or {})
         except Failure as failure:
             result.update(failure_result(failure))
             return dict(wrap_var(result))
         if self._can_run_in_process(args):
             result.update(self._run_in_process(args))
         else:
-            if self._connection.transport == SANDBOX and not self._task.args.get("gateway_token"):
+            if self._connection.transport == SANDBOX_CONNECTION and not self._task.args.get("gateway_token"):
                 # Root in the sandbox can read a module's arguments, so do not pass this process's key there.
                 args.pop("gateway_token", None)
             wrap_async = bool(self._task.async_val) and not self._connection.has_native_async
@@ -81,7 +81,7 @@ class GatewayAction(ActionBase):
             variables.update(each or {})
         return variables
 
-    def _check_key(self, args: dict[str, Any], task_vars: dict[str, Any]) -> None:
+    def _check_key_destination(self, args: dict[str, Any], task_vars: dict[str, Any]) -> None:
         """Raise Failure if a task result would decide where the key in this process's environment is sent."""
         environment = self._environment()
         if not os.environ.get(TOKEN_VARIABLE) or self._task.args.get("gateway_token") is not None:
@@ -89,16 +89,16 @@ class GatewayAction(ActionBase):
         if TOKEN_VARIABLE in environment:
             return
         task: OperatorTask | None = None
-        for option in KEY_OPTIONS:
+        for option in DESTINATION_OPTIONS:
             value = self._task.args.get(option)
-            in_environment = option == "gateway_url" and value is None and URL_VARIABLE in environment
-            if in_environment:
+            is_from_environment = option == "gateway_url" and value is None and URL_VARIABLE in environment
+            if is_from_environment:
                 value = environment[URL_VARIABLE]
             if value is None or (option == "gateway_url" and value == os.environ.get(URL_VARIABLE)):
                 continue
             task = task or OperatorTask(self._task, task_vars["hostvars"])
             is_from_operator = (
-                task.has_environment(URL_VARIABLE, value) if in_environment else task.has_option(option, value)
+                task.has_environment(URL_VARIABLE, value) if is_from_environment else task.has_option(option, value)
             )
             if not is_from_operator:
                 shown_value = repr(str(value)[:200])
@@ -111,7 +111,7 @@ class GatewayAction(ActionBase):
                 )
 
     def _can_run_in_process(self, args: dict[str, Any]) -> bool:
-        """Return whether this process reaches the same gateway as the module would on its host, as its user."""
+        """Return whether this process reaches the same gateway as the module would on the managed host."""
         if self._task.async_val or self._play_context.become or self._task.become or any(self._task.environment or ()):
             return False
         if self._connection.transport == "local":

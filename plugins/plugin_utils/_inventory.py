@@ -28,10 +28,10 @@ _RESERVED_NAMES = frozenset({"all", "ungrouped", "localhost"})
 
 def observe(client: Client) -> list[dict[str, Any]]:
     """Return the shapes of all sandboxes of a gateway, plus the names of their templates and heads."""
-    names = {each["templateID"]: (each.get("names") or [""])[0] for each in client.pages("/templates")}
-    names.update({each["snapshotID"]: (each.get("names") or [""])[0] for each in client.pages("/snapshots")})
+    names = {each["templateID"]: (each.get("names") or [""])[0] for each in client.list_all("/templates")}
+    names.update({each["snapshotID"]: (each.get("names") or [""])[0] for each in client.list_all("/snapshots")})
     sandboxes = []
-    for detail in client.pages("/sandboxes"):
+    for detail in client.list_all("/sandboxes"):
         shape = sandbox_shape(detail)
         if not _NAME.fullmatch(str(shape["id"])):
             raise Failure(f"{shape['id']!r} is not the id of a sandbox: check that {client.address.url} is a gateway")
@@ -41,13 +41,13 @@ def observe(client: Client) -> list[dict[str, Any]]:
     return sandboxes
 
 
-def check_keys(mapping: Any, known_keys: tuple[str, ...], where: str) -> None:
-    """Raise Failure if ``mapping`` is not a mapping or has an unknown key. ``where``: its name in the message."""
+def check_keys(mapping: Any, known_keys: tuple[str, ...], label: str) -> None:
+    """Raise Failure if ``mapping`` is not a mapping or has an unknown key. ``label``: its name in the message."""
     if not isinstance(mapping, Mapping):
-        raise Failure(f"{where} must be a mapping with the keys {', '.join(known_keys)}, not {mapping!r}")
+        raise Failure(f"{label} must be a mapping with the keys {', '.join(known_keys)}, not {mapping!r}")
     unknown = [str(key) for key in mapping if key not in known_keys]
     if unknown:
-        raise Failure(f"{where} contains unknown keys ({', '.join(unknown)}): use only {', '.join(known_keys)}")
+        raise Failure(f"{label} contains unknown keys ({', '.join(unknown)}): use only {', '.join(known_keys)}")
 
 
 def matches_filters(sandbox: Mapping[str, Any], filters: Mapping[str, Any]) -> bool:

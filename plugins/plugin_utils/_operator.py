@@ -21,7 +21,7 @@ from ansible_collections.grove.sandbox.plugins.module_utils._failure import Fail
 
 
 class _EmptyFactCache(dict):  # type: ignore[type-arg]
-    """An empty fact cache."""
+    """A fact cache that contains no facts for any host."""
 
     def get(self, key: Any, default: Any = None) -> Any:
         return {}
@@ -50,22 +50,22 @@ class OperatorVariables(Mapping):  # type: ignore[type-arg]
     """The variables of the host ``name``, with unevaluated templates.
 
     ``hostvars`` is Ansible's variable of that name. If ``task`` (as loaded from the playbook) is set, the variables
-    include the vars of its play, role and blocks, and its own. The constructor raises Failure if this release of
+    include its own vars and those of its play, role and blocks. The constructor raises Failure if this release of
     Ansible stores variables differently.
     """
 
     def __init__(self, hostvars: Any, name: str, task: Any = None) -> None:
-        original = hostvars._variable_manager
-        missing = [store for store in _TASK_RESULT_STORES if store not in vars(original)]
+        variable_manager = hostvars._variable_manager
+        missing = [store for store in _TASK_RESULT_STORES if store not in vars(variable_manager)]
         if missing:
             raise Failure(
                 f"this release of ansible-core does not provide {', '.join(missing)}, so inventory "
                 "variables and facts cannot be distinguished: use ansible-core 2.16 to 2.19, or a newer "
                 "release of grove.sandbox"
             )
-        manager = object.__new__(type(original))
+        manager = object.__new__(type(variable_manager))
         vars(manager).update(
-            vars(original), **{store: create_store() for store, create_store in _TASK_RESULT_STORES.items()}
+            vars(variable_manager), **{store: create_store() for store, create_store in _TASK_RESULT_STORES.items()}
         )
         inventory, self._loader = hostvars._inventory, hostvars._loader
         # Templates that refer to other hosts must not see their facts either.
@@ -97,7 +97,7 @@ class OperatorVariables(Mapping):  # type: ignore[type-arg]
         """Evaluate the templates in ``value``, using these variables and ``extra``. Raises AnsibleError."""
         return Templar(loader=self._loader, variables={**self._values, **extra}).template(value)
 
-    def drop(self, names: set[str]) -> None:
+    def remove(self, names: set[str]) -> None:
         self._values = {key: value for key, value in self._values.items() if key not in names}
         if isinstance(self._values.get("vars"), dict):
             self._values["vars"] = {key: value for key, value in self._values["vars"].items() if key not in names}
@@ -129,9 +129,9 @@ class OperatorTask:
         if name in args and (args[name] == value or self._evaluates_to(args[name], value)):
             return True
         # A template can stand for all options.
-        whole_options = [args[key] for key in ("_variable_params", "_raw_params") if key in args]
+        option_templates = [args[key] for key in ("_variable_params", "_raw_params") if key in args]
         return any(
-            self._evaluates_to(template, value, name) for template in (*whole_options, *self._applicable_defaults())
+            self._evaluates_to(template, value, name) for template in (*option_templates, *self._applicable_defaults())
         )
 
     def has_environment(self, name: str, value: Any) -> bool:
@@ -165,7 +165,7 @@ class OperatorTask:
         if self._variables is None:
             variables = OperatorVariables(self._hostvars, host_of_task(), self._task)
             includes = [each for each in _ancestors(self._task) if _loop_of(each) is not None]
-            variables.drop({name for each in includes for name in _loop_names(each)})
+            variables.remove({name for each in includes for name in _loop_names(each)})
             # Ansible stores the evaluated loop item of an include as a variable of the included tasks.
             for each in reversed(includes):
                 for extra in self._loop_variables(each, variables):
@@ -197,9 +197,9 @@ def _loop_of(task: Any) -> Any:
 
 
 def _loop_names(task: Any) -> tuple[str, str]:
-    """Return the names of the variables for the loop item and for its index, which may be empty."""
-    control = task.loop_control
-    return (control.loop_var or "item", control.index_var or "") if control is not None else ("item", "")
+    """Return the names of the loop variable and the index variable. The second is empty if there is no index."""
+    loop_control = task.loop_control
+    return (loop_control.loop_var or "item", loop_control.index_var or "") if loop_control is not None else ("item", "")
 
 
 def _ancestors(task: Any) -> Iterator[Any]:

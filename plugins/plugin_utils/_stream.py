@@ -26,9 +26,9 @@ from ansible_collections.grove.sandbox.plugins.module_utils._failure import Fail
 AGENT_PORT = 49983
 INSIDE = "inside"
 """The ``kind`` of a Failure that the agent reports: the sandbox is reachable, but refuses the request."""
-IDLE_SECONDS = 30
+MAX_IDLE_SECONDS = 30
 """Seconds after which an idle connection is no longer reused, because the gateway may be closing it."""
-INPUT_SECONDS = 60
+INPUT_TIMEOUT_SECONDS = 60
 """Seconds for which the agent waits for a process to read its input."""
 _GATEWAY_TIMEOUT_STATUS = 504
 _CHUNK_BYTES = 256 << 10
@@ -46,8 +46,8 @@ _MAX_DIGITS = 20
 class Channel(Client):
     """Sends requests to the agent of ``sandbox`` (an id or a name) as ``user``. Reuses connections.
 
-    ``timeout`` is the time limit in seconds without data or a heartbeat. Methods raise Failure. Its kind is INSIDE if
-    the agent refuses the request; other kinds mean that the sandbox or the gateway is unreachable.
+    ``timeout`` is the time limit in seconds without data or a heartbeat. Methods raise Failure: with
+    the kind INSIDE if the agent refuses the request, or with another kind if the sandbox or the gateway is unreachable.
     """
 
     def __init__(self, sandbox: str, user: str = "", *, timeout: float = 60, **gateway: Any) -> None:
@@ -83,7 +83,7 @@ class Channel(Client):
             "Keepalive-Ping-Interval": str(max(1, int(self.timeout / 4))),
         }
         body = _FRAME_HEADER.pack(0, len(message)) + message
-        return Process(self, *self.ask("POST", "/process.Process/Start", body, headers))
+        return Process(self, *self.send_request("POST", "/process.Process/Start", body, headers))
 
     def upload(self, file: BinaryIO, size: int, path: str) -> None:
         """Write ``size`` bytes of a regular file to ``path`` in the sandbox, in chunks."""
@@ -108,18 +108,18 @@ class Channel(Client):
             try:
                 response = connection.getresponse()
             except (http.client.HTTPException, OSError) as error:
-                raise self.connection_lost("POST /files", send_error or error) from None
+                raise self.connection_lost_error("POST /files", send_error or error) from None
         except Failure:
             connection.close()
             raise
         except OSError as error:
             connection.close()
-            raise self.connection_lost("POST /files", error) from None
+            raise self.connection_lost_error("POST /files", error) from None
         self._read_to_end("POST /files", connection, self._check_status("POST /files", connection, response))
 
     def download(self, path: str, out: BinaryIO) -> None:
         """Write the file at ``path`` in the sandbox to ``out``, in chunks."""
-        connection, response = self.ask("GET", _files_target(path), None, {"Accept-Encoding": "identity"})
+        connection, response = self.send_request("GET", _files_target(path), None, {"Accept-Encoding": "identity"})
         chunk = memoryview(bytearray(_CHUNK_BYTES))
         try:
             size = response.readinto(chunk)
@@ -132,20 +132,22 @@ class Channel(Client):
                 )
         except (http.client.HTTPException, ConnectionError, socket.timeout) as error:
             connection.close()
-            raise self.connection_lost("GET /files", error) from None
+            raise self.connection_lost_error("GET /files", error) from None
         except BaseException:
             connection.close()
             raise
         self.release(connection, response)
 
-    def unary(self, method: str, message: dict[str, Any], extra_timeout: float = 0) -> None:
+    def call_unary(self, method: str, message: dict[str, Any], extra_timeout: float = 0) -> None:
         """Call ``method`` of the agent's process service. ``extra_timeout`` is added to the timeout, in seconds."""
         path = f"/process.Process/{method}"
         body = json.dumps(message).encode()
-        connection, response = self.ask("POST", path, body, {"Content-Type": "application/json"}, extra_timeout)
+        connection, response = self.send_request(
+            "POST", path, body, {"Content-Type": "application/json"}, extra_timeout
+        )
         self._read_to_end(path, connection, response)
 
-    def ask(
+    def send_request(
         self, method: str, target: str, body: bytes | None, headers: dict[str, str], extra_timeout: float = 0
     ) -> tuple[http.client.HTTPConnection, http.client.HTTPResponse]:
         """Send a request and return the response with its body unread. Raises Failure for an error response."""
@@ -157,7 +159,7 @@ class Channel(Client):
             response = connection.getresponse()
         except (http.client.HTTPException, OSError) as error:
             connection.close()
-            raise self.connection_lost(request, error) from None
+            raise self.connection_lost_error(request, error) from None
         return connection, self._check_status(request, connection, response)
 
     def acquire_connection(self) -> http.client.HTTPConnection:
@@ -165,7 +167,7 @@ class Channel(Client):
         while self._idle:
             since, connection = self._idle.pop()
             # No request is pending, so a readable connection was closed by the other side.
-            if time.monotonic() - since < IDLE_SECONDS and not _is_readable(connection.sock):
+            if time.monotonic() - since < MAX_IDLE_SECONDS and not _is_readable(connection.sock):
                 connection.sock.settimeout(self.timeout)
                 return connection
             connection.close()
@@ -175,7 +177,7 @@ class Channel(Client):
             connection.connect()
         except OSError as error:
             connection.close()
-            raise self._unreachable("a connection", error) from None
+            raise self._unreachable_error("a connection", error) from None
         self._connected_once = True
         connection.sock.settimeout(self.timeout)
         if not self.address.socket:
@@ -189,7 +191,7 @@ class Channel(Client):
         else:
             self._idle.append((time.monotonic(), connection))
 
-    def connection_lost(self, request: str, error: Exception) -> Failure:
+    def connection_lost_error(self, request: str, error: Exception) -> Failure:
         if isinstance(error, socket.timeout):
             return Failure(
                 f"sandbox {self.sandbox} sent neither data nor a heartbeat for {self.timeout:g} s ({request})",
@@ -201,7 +203,7 @@ class Channel(Client):
                 f"rolled back or removed, or the gateway at {self.address.url} stopped",
                 "unreachable",
             )
-        return self._unreachable(request, error)
+        return self._unreachable_error(request, error)
 
     def _check_status(
         self, request: str, connection: http.client.HTTPConnection, response: http.client.HTTPResponse
@@ -211,7 +213,7 @@ class Channel(Client):
         try:
             data = self._decode(request, response.status, self._read_short_response(request, response))
         except (http.client.HTTPException, OSError) as error:
-            raise self.connection_lost(request, error) from None
+            raise self.connection_lost_error(request, error) from None
         finally:
             connection.close()
         # Only errors of the gateway have a kind; the agent's do not.
@@ -229,17 +231,17 @@ class Channel(Client):
             raise
         except (http.client.HTTPException, OSError) as error:
             connection.close()
-            raise self.connection_lost(request, error) from None
+            raise self.connection_lost_error(request, error) from None
         self.release(connection, response)
 
     def _read_short_response(self, request: str, response: http.client.HTTPResponse) -> bytes:
         """Return the rest of a short response. Raises Failure if it is too long."""
         data = read_at_most(_MAX_RESPONSE_BYTES, response)
         if data is None:
-            raise self.invalid_response(f"its response to {request} is longer than {_MAX_RESPONSE_BYTES} bytes")
+            raise self.invalid_response_error(f"its response to {request} is longer than {_MAX_RESPONSE_BYTES} bytes")
         return data
 
-    def invalid_response(self, reason: str) -> Failure:
+    def invalid_response_error(self, reason: str) -> Failure:
         return Failure(
             f"the agent of sandbox {self.sandbox} sent an invalid response ({reason}): a program in the sandbox "
             "may have replaced it. Roll the sandbox back, or replace the sandbox",
@@ -248,7 +250,7 @@ class Channel(Client):
 
 
 class Process:
-    """A process in the sandbox. Iterate over ``output`` to the end; then ``exit_code`` is set."""
+    """A process in the sandbox. ``exit_code`` is set when the iterator ``output`` is exhausted."""
 
     def __init__(
         self, channel: Channel, connection: http.client.HTTPConnection, response: http.client.HTTPResponse
@@ -288,9 +290,9 @@ class Process:
                 if not data:
                     yield "", b""
         except _InvalidResponse as error:
-            raise self._channel.invalid_response(str(error)) from None
+            raise self._channel.invalid_response_error(str(error)) from None
         except (http.client.HTTPException, OSError) as error:
-            raise self._channel.connection_lost("its output", error) from None
+            raise self._channel.connection_lost_error("its output", error) from None
         finally:
             self._join_feeder()
             if self._connection.sock is not None and not self._response.isclosed():
@@ -331,15 +333,15 @@ class Process:
         """Write to the standard input of the process."""
         encoded = base64.b64encode(data).decode()
         message = {"process": {"pid": self.pid}, "input": {"stdin": encoded}}
-        self._channel.unary("SendInput", message, INPUT_SECONDS)
+        self._channel.call_unary("SendInput", message, INPUT_TIMEOUT_SECONDS)
 
     def close_stdin(self) -> None:
-        self._channel.unary("CloseStdin", {"process": {"pid": self.pid}})
+        self._channel.call_unary("CloseStdin", {"process": {"pid": self.pid}})
 
     def kill(self) -> None:
         """Kill the process and its group, if they are still running."""
         with contextlib.suppress(Failure):
-            self._channel.unary("SendSignal", {"process": {"pid": self.pid}, "signal": "SIGNAL_SIGKILL"})
+            self._channel.call_unary("SendSignal", {"process": {"pid": self.pid}, "signal": "SIGNAL_SIGKILL"})
 
     def feed(self, data: bytes) -> None:
         """Start a thread that writes ``data`` and closes the input, while the caller reads the output."""
@@ -370,13 +372,13 @@ def _files_target(path: str) -> str:
 
 
 def _is_readable(sock: Any) -> bool:
-    poll = select.poll()
-    poll.register(sock, select.POLLIN)
-    return bool(poll.poll(0))
+    poller = select.poll()
+    poller.register(sock, select.POLLIN)
+    return bool(poller.poll(0))
 
 
 class _InvalidResponse(Exception):
-    """A malformed response of the agent. The message describes the defect."""
+    """A malformed response of the agent. The message describes the error."""
 
 
 def _parse_message(data: bytes) -> dict[str, Any]:
@@ -391,7 +393,7 @@ def _parse_message(data: bytes) -> dict[str, Any]:
 
 def _parse_number(digits: str) -> int:
     if len(digits) > _MAX_DIGITS:
-        raise ValueError("a number has too many digits")
+        raise ValueError(f"the number has more than {_MAX_DIGITS} digits")
     return int(digits)
 
 

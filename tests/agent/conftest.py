@@ -61,7 +61,7 @@ class Events:
 class Agent:
     """A running agent.
 
-    Each call opens a new connection and sends ``headers``. ``code_port``: the code interpreter's.
+    Each call opens a new connection and sends ``headers``. ``code_port``: the port of the code interpreter.
     """
 
     def __init__(self, process: subprocess.Popen[str], port: int, code_port: int) -> None:
@@ -193,7 +193,7 @@ def fresh_agent(unmanaged_command: list[str]) -> Iterator[Agent]:
 
 
 @pytest.fixture(scope="session")
-def root() -> None:
+def requires_root() -> None:
     """Skip the test if it cannot run as root in new namespaces."""
     if os.geteuid() != 0 or not sys.platform.startswith("linux"):
         pytest.skip("needs root on Linux")

@@ -64,16 +64,16 @@ def test_files_are_read_and_changed(sandbox, tmp_path):
 def test_requests_can_name_another_user(sandbox):
     if os.geteuid() != 0:
         pytest.skip("needs root")
-    shared = Path(tempfile.mkdtemp(prefix="agent-test-"))
+    shared_directory = Path(tempfile.mkdtemp(prefix="agent-test-"))
     try:
-        shared.chmod(0o755)
+        shared_directory.chmod(0o755)
         output = sandbox.commands.run('id -un; echo "$HOME"', user="daemon").stdout
         assert output.split() == ["daemon", pwd.getpwnam("daemon").pw_dir]
-        sandbox.files.write(f"{shared}/d/f", "x", user="daemon")
-        assert sandbox.files.stat(f"{shared}/d/f", user="daemon")["owner"] == "daemon"
-        assert sandbox.files.read(f"{shared}/d/f", user="daemon") == "x"
+        sandbox.files.write(f"{shared_directory}/d/f", "x", user="daemon")
+        assert sandbox.files.stat(f"{shared_directory}/d/f", user="daemon")["owner"] == "daemon"
+        assert sandbox.files.read(f"{shared_directory}/d/f", user="daemon") == "x"
     finally:
-        shutil.rmtree(shared)
+        shutil.rmtree(shared_directory)
 
 
 def test_a_watch_yields_events(sandbox, tmp_path):

@@ -44,7 +44,7 @@ def sandbox(agent):
 
 
 @pytest.fixture
-def shared():
+def shared_directory():
     """A directory that all users may enter, unlike ``tmp_path``."""
     path = Path(tempfile.mkdtemp(prefix="agent-test-"))
     path.chmod(0o755)
@@ -121,17 +121,17 @@ def test_a_wrong_token_is_refused(fresh_agent, tmp_path):
     fresh_agent.post_ok("/identity", {"accessToken": "right"})
     sandbox = connect(e2b.Sandbox, fresh_agent, "right")
     assert sandbox.files.write(f"{tmp_path}/f", "x").name == "f" and sandbox.files.exists(f"{tmp_path}/f")
-    stranger = connect(e2b.Sandbox, fresh_agent, "wrong")
+    unauthorized_sandbox = connect(e2b.Sandbox, fresh_agent, "wrong")
     for request in (
-        lambda: stranger.files.read(f"{tmp_path}/f"),
-        lambda: stranger.files.write(f"{tmp_path}/f", ""),
-        lambda: stranger.files.list(str(tmp_path)),
-        lambda: stranger.files.watch_dir(str(tmp_path)),
-        lambda: stranger.commands.run("true"),
+        lambda: unauthorized_sandbox.files.read(f"{tmp_path}/f"),
+        lambda: unauthorized_sandbox.files.write(f"{tmp_path}/f", ""),
+        lambda: unauthorized_sandbox.files.list(str(tmp_path)),
+        lambda: unauthorized_sandbox.files.watch_dir(str(tmp_path)),
+        lambda: unauthorized_sandbox.commands.run("true"),
     ):
         with pytest.raises(e2b.AuthenticationException):
             request()
-    assert stranger.is_running()
+    assert unauthorized_sandbox.is_running()
 
 
 def test_directories_are_listed_and_changed(sandbox, tmp_path):
@@ -195,21 +195,23 @@ def test_a_terminal_can_be_reconnected_and_killed(sandbox):
     assert not sandbox.pty.kill(handle.pid)
 
 
-def test_requests_can_name_another_user(sandbox, shared):
+def test_requests_can_name_another_user(sandbox, shared_directory):
     if os.geteuid() != 0:
         pytest.skip("needs root")
     user = pwd.getpwnam("daemon")
     result = sandbox.commands.run('id -un; echo "$HOME"; pwd; touch /etc/of-daemon || true', user="daemon")
     assert result.stdout.split()[:2] == ["daemon", user.pw_dir] and "denied" in result.stderr
     files = sandbox.files
-    files.write(f"{shared}/a/b", "x", user="daemon")
-    files.make_dir(f"{shared}/c/d", user="daemon")
-    files.rename(f"{shared}/a/b", f"{shared}/e/b", user="daemon")
-    owners = {item.path.removeprefix(str(shared)): item.owner for item in files.list(str(shared), depth=2)}
+    files.write(f"{shared_directory}/a/b", "x", user="daemon")
+    files.make_dir(f"{shared_directory}/c/d", user="daemon")
+    files.rename(f"{shared_directory}/a/b", f"{shared_directory}/e/b", user="daemon")
+    owners = {
+        item.path.removeprefix(str(shared_directory)): item.owner for item in files.list(str(shared_directory), depth=2)
+    }
     assert owners == dict.fromkeys(("/a", "/c", "/c/d", "/e", "/e/b"), "daemon")
     assert files.get_info("", user="daemon").path == files.get_info("~", user="daemon").path == user.pw_dir
     for request in (
-        lambda: files.write(f"{shared}/no", "", user="no-such-user"),
+        lambda: files.write(f"{shared_directory}/no", "", user="no-such-user"),
         lambda: files.list("/", user="no-such-user"),
         lambda: sandbox.commands.run("true", user="no-such-user"),
     ):
@@ -250,7 +252,7 @@ def test_errors_have_the_expected_types(sandbox, tmp_path):
     files.remove(f"{tmp_path}/none")
 
 
-def test_a_full_disk_and_unsupported_metadata_are_reported(root, running, unmanaged_command, tmp_path):
+def test_a_full_disk_and_unsupported_metadata_are_reported(requires_root, running, unmanaged_command, tmp_path):
     script = 'mount -t tmpfs -o size=64k none "$0" && exec "$@"'
     command = ["unshare", "--mount", "--propagation", "private", "sh", "-c", script, str(tmp_path), *unmanaged_command]
     with running(command) as agent:
@@ -401,11 +403,11 @@ async def test_the_async_client_works(agent, tmp_path):
         assert sum([len(piece) async for piece in stream]) == 3_000_000
     await watch.stop()
     assert await asyncio.wait_for(ended.get(), 20) is None
-    brief = await files.watch_dir(f"{tmp_path}/d", events.put_nowait, ended.put_nowait)
+    second_watch = await files.watch_dir(f"{tmp_path}/d", events.put_nowait, ended.put_nowait)
     await files.remove(f"{tmp_path}/d")
     # The watch ends without an error when its directory is removed.
     assert await asyncio.wait_for(ended.get(), 20) is None
-    await brief.stop()
+    await second_watch.stop()
     await files.write_files([{"path": f"{tmp_path}/{name}", "data": name} for name in ("a", "b")])
     assert (await files.rename(f"{tmp_path}/a", f"{tmp_path}/c")).name == "c"
     assert [item.name for item in await files.list(str(tmp_path))] == ["b", "c"]
@@ -451,7 +453,7 @@ exec "$@"
 """
 
 
-def test_without_bash_another_shell_is_used(root, running, unmanaged_command, tmp_path):
+def test_without_bash_another_shell_is_used(requires_root, running, unmanaged_command, tmp_path):
     """The client always requests /bin/bash. If it is missing, the agent uses another bash or /bin/sh."""
     (tmp_path / "bin").mkdir()
     shutil.copy("/bin/bash", tmp_path / "bin/bash")

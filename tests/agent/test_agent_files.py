@@ -87,7 +87,7 @@ def test_the_path_parameter_overrides_the_filename(agent, tmp_path):
     assert not (tmp_path / "elsewhere").exists()
 
 
-def test_filenames_are_paths_of_several_files(agent, tmp_path):
+def test_filenames_set_the_paths_of_several_files(agent, tmp_path):
     body = multipart(("file", f"{tmp_path}/d/one", b"1"), ("file", f"{tmp_path}/t%22wo ü", b""))
     status, response = put(agent, body, MULTIPART)
     assert (status, [item["name"] for item in response]) == (200, ["one", 't"wo ü'])
@@ -132,7 +132,7 @@ def test_errors_have_a_status_and_a_code(agent, tmp_path):
     assert get(agent, tmp_path / "file", username="no-such-user")[0] == 401
 
 
-def test_a_full_disk_returns_507(root, running, unmanaged_command, tmp_path):
+def test_a_full_disk_returns_507(requires_root, running, unmanaged_command, tmp_path):
     """The file system has a size of 1 MiB, and only this agent sees it."""
     script = 'mount -t tmpfs -o size=1m tmpfs "$1"; shift; exec "$@"'
     argv = ["unshare", "--mount", "--propagation", "private", "sh", "-c", script, "sh", str(tmp_path)]

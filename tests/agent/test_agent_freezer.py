@@ -100,7 +100,7 @@ assert measure_write() < 5
 """
 
 
-def test_a_real_file_system_freezes_and_thaws(root, tmp_path):
+def test_a_real_file_system_freezes_and_thaws(requires_root, tmp_path):
     """The file system is in a new mount namespace. Both disappear when the process exits."""
     result = subprocess.run(
         ["unshare", "--mount", "--propagation", "private", "sh", "-c", SCRIPT, "sh", str(tmp_path), sys.executable],

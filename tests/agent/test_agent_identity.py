@@ -23,7 +23,7 @@ from pathlib import Path
 import pytest
 
 SEED = base64.b64encode(os.urandom(64)).decode()
-FULL = {
+FULL_IDENTITY = {
     "sandboxID": "0123456789ab",
     "hostname": "sibling-1",
     "machineID": "0123456789abcdef0123456789abcdef",
@@ -35,15 +35,18 @@ FULL = {
 CAP_SYS_TIME = 25
 
 
-def test_an_unmanaged_agent_reports_what_it_skipped(fresh_agent):
-    before = socket.gethostname(), Path("/etc/hostname").exists() and Path("/etc/hostname").read_text()
+def test_an_unmanaged_agent_reports_skipped_steps(fresh_agent):
+    hostnames = socket.gethostname(), Path("/etc/hostname").exists() and Path("/etc/hostname").read_text()
     response = fresh_agent.post_ok(
-        "/identity", {**FULL, "accessToken": "", "time": time.time() + 999, "growDisk": True}
+        "/identity", {**FULL_IDENTITY, "accessToken": "", "time": time.time() + 999, "growDisk": True}
     )
     skipped = {reason.partition(":")[0] for reason in response["skipped"]}
     assert skipped == {"entropy", "time", "hostname", "hostname file", "machine-id", "resolv.conf", "growDisk"}
     assert response["hostname"] == socket.gethostname() and response["bootID"]
-    assert before == (socket.gethostname(), Path("/etc/hostname").exists() and Path("/etc/hostname").read_text())
+    assert hostnames == (
+        socket.gethostname(),
+        Path("/etc/hostname").exists() and Path("/etc/hostname").read_text(),
+    )
 
 
 def test_every_route_except_health_needs_the_token(fresh_agent):
@@ -176,7 +179,7 @@ def line():
 
 
 @pytest.fixture
-def machine(root, tmp_path, running, line):
+def machine(requires_root, tmp_path, running, line):
     """A managing agent in new namespaces, as (agent, its /etc)."""
     etc = tmp_path / "etc"
     shutil.copytree("/etc", etc, symlinks=True, ignore_dangling_symlinks=True)
@@ -224,12 +227,12 @@ def test_a_managed_machine_applies_its_identity(machine):
     assert run(agent, "cat /etc/hostname /etc/machine-id /etc/resolv.conf", "") == (
         "old hostname\nold machine-id\nold resolv.conf\n"
     )
-    status, response = post_from(agent, "/identity", FULL)
+    status, response = post_from(agent, "/identity", FULL_IDENTITY)
     assert status == 200
-    assert (response["hostname"], response["machineID"]) == ("sibling-1", FULL["machineID"])
+    assert (response["hostname"], response["machineID"]) == ("sibling-1", FULL_IDENTITY["machineID"])
     assert response["skipped"] == [], response
     assert run(agent, "hostname; cat /etc/hostname /etc/machine-id /etc/resolv.conf; echo $GREETING") == (
-        f"sibling-1\nsibling-1\n{FULL['machineID']}\nnameserver 192.0.2.1\nnameserver 2001:db8::1\nhello\n"
+        f"sibling-1\nsibling-1\n{FULL_IDENTITY['machineID']}\nnameserver 192.0.2.1\nnameserver 2001:db8::1\nhello\n"
     )
     # None of it is written to disk.
     for name in ("hostname", "machine-id", "resolv.conf"):
@@ -341,7 +344,7 @@ def test_a_failure_to_set_the_clock_is_reported(machine):
 def test_a_restarted_agent_keeps_its_token_and_mounts(machine):
     """The first agent keeps running. The second agent runs in the same namespaces and loads the saved state."""
     agent, _ = machine
-    post_from(agent, "/identity", FULL)
+    post_from(agent, "/identity", FULL_IDENTITY)
     enter_command = ["nsenter", "--mount", "--uts", "--net", f"--target={agent.process.pid}", "--"]
     second = subprocess.Popen(
         [*enter_command, sys.executable, "-m", "sandbox_agent", "--bind", "127.0.0.1", "--port", "0"],

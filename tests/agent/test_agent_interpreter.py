@@ -82,19 +82,19 @@ class CodeClient:
 
 
 @pytest.fixture(scope="module")
-def code(unmanaged_command, running):
+def code_client(unmanaged_command, running):
     # The agent's "python3" is the Python that runs it.
     path = f"{Path(unmanaged_command[0]).parent}:{os.environ['PATH']}"
     with running(unmanaged_command, env={"PATH": path}) as agent:
         yield CodeClient(agent)
 
 
-def kernel_pids(code):
+def kernel_pids(code_client):
     """Return the ids of the agent's child processes."""
     pids = []
     for stat in Path("/proc").glob("[0-9]*/stat"):
         with contextlib.suppress(OSError):
-            if stat.read_text().rpartition(")")[2].split()[1] == str(code.agent.process.pid):
+            if stat.read_text().rpartition(")")[2].split()[1] == str(code_client.agent.process.pid):
                 pids.append(stat.parent.name)
     return pids
 
@@ -102,20 +102,19 @@ def kernel_pids(code):
 # -- results ---------------------------------------------------------------------------------------------------------
 
 
-def test_cells_share_state_and_return_the_last_value(code):
-    assert code.run("x = 1").text is None
-    first = code.run("x += 1\nx + 40")
+def test_cells_share_state_and_return_the_last_value(code_client):
+    assert code_client.run("x = 1").text is None
+    first = code_client.run("x += 1\nx + 40")
     assert (first.text, [result.is_main_result for result in first.results]) == ("42", [True])
-    assert code.run("x").execution_count == first.execution_count + 1
-    assert code.run("'a' 'b'").text == "'ab'"
-    assert (
-        code.run("x;").results == code.run("None").results == code.run("").results == code.run("if x: x").results == []
-    )
-    assert code.run("s = '\\x0c\\u2028é'; s").text == repr("\x0c\u2028é")
+    assert code_client.run("x").execution_count == first.execution_count + 1
+    assert code_client.run("'a' 'b'").text == "'ab'"
+    for source in ("x;", "None", "", "if x: x"):
+        assert code_client.run(source).results == []
+    assert code_client.run("s = '\\x0c\\u2028é'; s").text == repr("\x0c\u2028é")
 
 
-def test_prints_and_results_stay_in_order(code):
-    assert code.events("""
+def test_prints_and_results_stay_in_order(code_client):
+    assert code_client.events("""
         import os, sys
         print("a")
         display(1)
@@ -131,23 +130,23 @@ def test_prints_and_results_stay_in_order(code):
     ]  # fmt: skip
 
 
-def test_output_is_streamed(code):
-    response = code.request("POST", "/execute", {"code": "import time\nprint(1)\ntime.sleep(30)", "timeout": 20})
+def test_output_is_streamed(code_client):
+    response = code_client.request("POST", "/execute", {"code": "import time\nprint(1)\ntime.sleep(30)", "timeout": 20})
     events = [json.loads(response.readline()) for _ in range(2)]
     assert [event["type"] for event in events] == ["number_of_executions", "stdout"]
     assert abs(events[1]["timestamp"] - time.time_ns()) < 10e9
     response.close()
 
 
-def test_the_response_begins_before_any_output(code):
+def test_the_response_begins_before_any_output(code_client):
     start_time = time.monotonic()
-    response = code.request("POST", "/execute", {"code": "import time\ntime.sleep(1)\n1"})
+    response = code_client.request("POST", "/execute", {"code": "import time\ntime.sleep(1)\n1"})
     assert time.monotonic() - start_time < 0.95
     assert b'"text":"1"' in response.read()
 
 
-def test_rich_results_have_all_formats(code):
-    execution = code.run("""
+def test_rich_results_have_all_formats(code_client):
+    execution = code_client.run("""
         class Rich:
             def __repr__(self): return "plain"
             def _repr_html_(self): return "<b>"
@@ -171,8 +170,8 @@ def test_rich_results_have_all_formats(code):
     }  # fmt: skip
 
 
-def test_a_mime_bundle_takes_precedence(code):
-    result = code.run("""
+def test_a_mime_bundle_takes_precedence(code_client):
+    result = code_client.run("""
         class Both:
             def _repr_mimebundle_(self, include=None, exclude=None):
                 return {"text/plain": "t", "text/html": "mine", "application/x-thing": {"a": 1}, "image/gif": b"GIF"}
@@ -183,8 +182,8 @@ def test_a_mime_bundle_takes_precedence(code):
     assert result.extra == {"application/x-thing": {"a": 1}, "image/gif": base64.b64encode(b"GIF").decode()}
 
 
-def test_a_failing_rich_representation_falls_back_to_text(code):
-    execution = code.run("""
+def test_a_failing_rich_representation_falls_back_to_text(code_client):
+    execution = code_client.run("""
         class Broken:
             def __repr__(self): return "text"
             def _repr_html_(self): raise ValueError
@@ -200,10 +199,10 @@ def test_a_failing_rich_representation_falls_back_to_text(code):
     assert [(result.text, list(result.formats())) for result in execution.results][1:] == [
         ("pretender", ["text"]), ("text", ["text"])
     ]  # fmt: skip
-    assert code.run("class R:\n  def __repr__(self): raise KeyError(1)\nR()").error.name == "KeyError"
+    assert code_client.run("class R:\n  def __repr__(self): raise KeyError(1)\nR()").error.name == "KeyError"
 
 
-def test_figures_are_shown_at_the_end_of_the_cell(code, tmp_path):
+def test_figures_are_shown_at_the_end_of_the_cell(code_client, tmp_path):
     package = tmp_path / "matplotlib"
     package.mkdir()
     (package / "__init__.py").touch()
@@ -222,8 +221,8 @@ def test_figures_are_shown_at_the_end_of_the_cell(code, tmp_path):
         "    import warnings\n"
         "    warnings.warn('FigureCanvasAgg is non-interactive, and thus cannot be shown')\n"
     )
-    context = code.create_context()["id"]
-    execution = code.run(
+    context = code_client.create_context()["id"]
+    execution = code_client.run(
         f"""
         import sys
         sys.path.insert(0, {str(tmp_path)!r})
@@ -239,15 +238,15 @@ def test_figures_are_shown_at_the_end_of_the_cell(code, tmp_path):
     assert [(result.text, base64.b64decode(result.png)) for result in execution.results] == [
         ("<Figure 1>", b"png 1"), ("<Figure 2>", b"png 2")
     ]  # fmt: skip
-    later = code.run("plt.figure(3)", context_id=context)
+    later = code_client.run("plt.figure(3)", context_id=context)
     assert [(result.text, result.is_main_result) for result in later.results] == [("<Figure 3>", True)]
-    assert code.run("plt.get_fignums()", context_id=context).text == "[]"
-    failed = code.run("plt.figure(4)\n1/0", context_id=context)
+    assert code_client.run("plt.get_fignums()", context_id=context).text == "[]"
+    failed = code_client.run("plt.figure(4)\n1/0", context_id=context)
     assert failed.error.name == "ZeroDivisionError" and len(failed.results) == 1
 
 
-def test_await_works_at_the_top_level(code):
-    assert code.run("""
+def test_await_works_at_the_top_level(code_client):
+    assert code_client.run("""
         import asyncio
         async def f(x):
             await asyncio.sleep(0.01)
@@ -257,33 +256,33 @@ def test_await_works_at_the_top_level(code):
             await f(2)
         await f(3)
     """).text == "3"  # fmt: skip
-    assert code.run("await kept").text == "1"
-    assert code.run("asyncio.run(f(4))").text == "4"
-    assert code.run("await f(1) / 0").error.name == "ZeroDivisionError"
+    assert code_client.run("await kept").text == "1"
+    assert code_client.run("asyncio.run(f(4))").text == "4"
+    assert code_client.run("await f(1) / 0").error.name == "ZeroDivisionError"
 
 
-def test_future_imports_apply_to_user_code_only(code):
-    context = code.create_context()["id"]
+def test_future_imports_apply_to_user_code_only(code_client):
+    context = code_client.create_context()["id"]
     source = "def f(x: undefined): ..."
-    assert code.run(source, context_id=context).error.name == "NameError" or sys.version_info >= (3, 14)
-    code.run("from __future__ import annotations", context_id=context)
-    assert code.run(source + "\nf.__annotations__", context_id=context).text == "{'x': 'undefined'}"
+    assert code_client.run(source, context_id=context).error.name == "NameError" or sys.version_info >= (3, 14)
+    code_client.run("from __future__ import annotations", context_id=context)
+    assert code_client.run(source + "\nf.__annotations__", context_id=context).text == "{'x': 'undefined'}"
 
 
 @settings(max_examples=25, deadline=None)
 @given(text=st.text(), error=st.text())
-def test_any_text_arrives_unchanged(code, text, error):
+def test_any_text_arrives_unchanged(code_client, text, error):
     """The clients split lines in different ways, and the pipe may split the text at any byte."""
-    execution = code.run(
+    execution = code_client.run(
         f"import sys\nsys.stdout.write({text!a})\nsys.stderr.write({error!a})\nraise OSError({text!a})"
     )
     assert "".join(execution.logs.stdout) == text and "".join(execution.logs.stderr) == error
     assert execution.error.value == text
 
 
-def test_multibyte_characters_are_not_split(code):
+def test_multibyte_characters_are_not_split(code_client):
     assert (
-        code.run_for_output("""
+        code_client.run_for_output("""
         import os, time
         for byte in "€𝄞".encode():
             os.write(1, bytes([byte]))
@@ -297,29 +296,29 @@ def test_multibyte_characters_are_not_split(code):
 # -- errors ----------------------------------------------------------------------------------------------------------
 
 
-def test_tracebacks_show_only_user_code(code):
-    code.run("def broken(x):\n    return 1 / x  # here")
-    error = code.run("print('before')\nbroken(0)").error
+def test_tracebacks_show_only_user_code(code_client):
+    code_client.run("def broken(x):\n    return 1 / x  # here")
+    error = code_client.run("print('before')\nbroken(0)").error
     assert (error.name, error.value) == ("ZeroDivisionError", "division by zero")
     assert "broken(0)" in error.traceback and "return 1 / x  # here" in error.traceback
     assert "kernel.py" not in error.traceback
     assert error.traceback.startswith("Traceback") and error.traceback.endswith("ZeroDivisionError: division by zero")
-    error = code.run("x = (1\ny = 2").error
+    error = code_client.run("x = (1\ny = 2").error
     assert error.name == "SyntaxError" and " = " in error.traceback and "kernel.py" not in error.traceback
-    assert code.run("class E(Exception):\n  def __str__(self): raise ValueError\nraise E").error.name == "E"
-    assert code.run("def f(): f()\nf()").error.name == "RecursionError"
+    assert code_client.run("class E(Exception):\n  def __str__(self): raise ValueError\nraise E").error.name == "E"
+    assert code_client.run("def f(): f()\nf()").error.name == "RecursionError"
 
 
-def test_input_is_refused_with_a_reason(code):
-    error = code.run("input('name? ')").error
+def test_input_is_refused_with_a_reason(code_client):
+    error = code_client.run("input('name? ')").error
     assert error.name == "RuntimeError" and "input() is not available" in error.value
-    assert code.run("import sys; sys.stdin.read()").text == "''"
+    assert code_client.run("import sys; sys.stdin.read()").text == "''"
 
 
-def test_sys_exit_is_an_error_and_the_kernel_survives(code):
-    code.run("kept = 5")
-    assert code.run("import sys\nsys.exit(3)").error.name == "SystemExit"
-    assert code.run("kept").text == "5"
+def test_sys_exit_is_an_error_and_the_kernel_survives(code_client):
+    code_client.run("kept = 5")
+    assert code_client.run("import sys\nsys.exit(3)").error.name == "SystemExit"
+    assert code_client.run("kept").text == "5"
 
 
 @pytest.mark.parametrize(
@@ -330,148 +329,150 @@ def test_sys_exit_is_an_error_and_the_kernel_survives(code):
         ("os.closerange(3, 100); time.sleep(60)", "SIGKILL"),
     ],
 )
-def test_a_dead_kernel_is_reported_and_replaced(code, ending, description):
-    code.run("gone = 1")
-    execution = code.run(f"import os, time\nprint('last words')\n{ending}")
+def test_a_dead_kernel_is_reported_and_replaced(code_client, ending, description):
+    code_client.run("gone = 1")
+    execution = code_client.run(f"import os, time\nprint('last words')\n{ending}")
     assert execution.logs.stdout == ["last words\n"]
     assert execution.error.name == "KernelDied" and description in execution.error.value
-    fresh = code.run("'gone' in globals()")
+    fresh = code_client.run("'gone' in globals()")
     assert (fresh.text, fresh.execution_count) == ("False", 1)
 
 
-def test_a_kernel_that_died_between_cells_is_reported(code, eventually):
-    pid = int(code.run("import os; os.getpid()").text)
+def test_a_kernel_that_died_between_cells_is_reported(code_client, eventually):
+    pid = int(code_client.run("import os; os.getpid()").text)
     os.kill(pid, signal.SIGKILL)
-    assert code.run("1").error.name == "KernelDied"
-    assert code.run("1").text == "1"
+    assert code_client.run("1").error.name == "KernelDied"
+    assert code_client.run("1").text == "1"
 
 
-def test_a_deleted_working_directory_is_reported(code, tmp_path):
+def test_a_deleted_working_directory_is_reported(code_client, tmp_path):
     (tmp_path / "d").mkdir()
-    context = code.create_context(cwd=str(tmp_path / "d"))
+    context = code_client.create_context(cwd=str(tmp_path / "d"))
     (tmp_path / "d").rmdir()
-    status, message = code.request_error("POST", "/execute", {"code": "1", "context_id": context["id"]})
+    status, message = code_client.request_error("POST", "/execute", {"code": "1", "context_id": context["id"]})
     assert status == 400 and str(tmp_path / "d") in message
 
 
 # -- options of a request --------------------------------------------------------------------------------------------
 
 
-def test_variables_for_a_single_execution(code):
+def test_variables_for_a_single_execution(code_client):
     source = "import os; [os.environ.get(n) for n in ('ONE', 'HOME')], os.popen('echo $ONE').read()"
-    home = code.run("import os; os.environ['HOME']").text
-    assert code.run(source, env_vars={"ONE": "ü", "HOME": "/h"}).text == "(['ü', '/h'], 'ü\\n')"
-    assert code.run(source).text == f"([None, {home}], '\\n')"
-    assert code.run("1/0", env_vars={"ONE": "1"}).error and code.run(source).text == f"([None, {home}], '\\n')"
-    assert code.request_error("POST", "/execute", {"code": "1", "env_vars": {"a": 1}})[0] == 400
+    home = code_client.run("import os; os.environ['HOME']").text
+    assert code_client.run(source, env_vars={"ONE": "ü", "HOME": "/h"}).text == "(['ü', '/h'], 'ü\\n')"
+    assert code_client.run(source).text == f"([None, {home}], '\\n')"
+    assert code_client.run("1/0", env_vars={"ONE": "1"}).error
+    assert code_client.run(source).text == f"([None, {home}], '\\n')"
+    assert code_client.request_error("POST", "/execute", {"code": "1", "env_vars": {"a": 1}})[0] == 400
 
 
-def test_sandbox_variables_are_read_at_each_execution(code):
-    set_env = lambda env: code.agent.post_ok("/identity", {"env": env})  # noqa: E731
+def test_sandbox_variables_are_read_at_each_execution(code_client):
+    set_env = lambda env: code_client.agent.post_ok("/identity", {"env": env})  # noqa: E731
     source = "import os; [os.environ.get(n) for n in 'AB']"
-    context = code.create_context(language="bash")["id"]
+    context = code_client.create_context(language="bash")["id"]
     try:
         set_env({"A": "1", "B": "2"})
-        assert code.run(source).text == "['1', '2']"
-        assert code.run_for_output("echo $A$B", context_id=context) == "12\n"
+        assert code_client.run(source).text == "['1', '2']"
+        assert code_client.run_for_output("echo $A$B", context_id=context) == "12\n"
         set_env({"A": "it's"})
-        assert code.run(source).text == '["it\'s", None]'
-        assert code.run_for_output("echo $A$B; sh -c 'echo $A'", context_id=context) == "it's\nit's\n"
+        assert code_client.run(source).text == '["it\'s", None]'
+        assert code_client.run_for_output("echo $A$B; sh -c 'echo $A'", context_id=context) == "it's\nit's\n"
     finally:
         set_env({})
-    assert code.run(source).text == "[None, None]"
+    assert code_client.run(source).text == "[None, None]"
 
 
-def test_contexts_are_created_restarted_and_removed(code, tmp_path):
-    created = code.create_context(cwd=str(tmp_path))
+def test_contexts_are_created_restarted_and_removed(code_client, tmp_path):
+    created = code_client.create_context(cwd=str(tmp_path))
     assert created == {"id": created["id"], "language": "python", "cwd": str(tmp_path)}
-    assert code.run("import os; os.getcwd()", context_id=created["id"]).text == repr(str(tmp_path))
-    assert code.run("os.chdir('/'); its_own = 1", context_id=created["id"]).error is None
-    assert code.run("'its_own' in globals()").text == "False"
-    assert created in code.list_contexts()
-    assert code.request("POST", f"/contexts/{created['id']}/restart").status == 200
-    later = code.run("import os; os.getcwd(), 'its_own' in globals()", context_id=created["id"])
+    assert code_client.run("import os; os.getcwd()", context_id=created["id"]).text == repr(str(tmp_path))
+    assert code_client.run("os.chdir('/'); its_own = 1", context_id=created["id"]).error is None
+    assert code_client.run("'its_own' in globals()").text == "False"
+    assert created in code_client.list_contexts()
+    assert code_client.request("POST", f"/contexts/{created['id']}/restart").status == 200
+    later = code_client.run("import os; os.getcwd(), 'its_own' in globals()", context_id=created["id"])
     assert later.text == f"({str(tmp_path)!r}, False)"
-    before = set(kernel_pids(code))
-    assert code.request("DELETE", f"/contexts/{created['id']}").status == 204
-    assert created not in code.list_contexts() and len(before - set(kernel_pids(code))) == 1
+    initial_pids = set(kernel_pids(code_client))
+    assert code_client.request("DELETE", f"/contexts/{created['id']}").status == 204
+    assert created not in code_client.list_contexts() and len(initial_pids - set(kernel_pids(code_client))) == 1
     for method, path in (("DELETE", ""), ("POST", "/restart"), ("POST", "/start")):
-        status, message = code.request_error(method, f"/contexts/{created['id']}{path}")
+        status, message = code_client.request_error(method, f"/contexts/{created['id']}{path}")
         assert status == 404 and f"context {created['id']} not found" in message
-    assert code.request_error("POST", "/execute", {"code": "1", "context_id": created["id"]})[0] == 404
+    assert code_client.request_error("POST", "/execute", {"code": "1", "context_id": created["id"]})[0] == 404
 
 
-def test_the_default_context_is_created_on_demand(code):
-    code.run("1")
-    default = next(context for context in code.list_contexts() if context["id"] == "default")
+def test_the_default_context_is_created_on_demand(code_client):
+    code_client.run("1")
+    default = next(context for context in code_client.list_contexts() if context["id"] == "default")
     home = "/home/user" if Path("/home/user").is_dir() else str(Path.home())
     assert default == {"id": "default", "language": "python", "cwd": home}
-    assert code.run("1", context_id="default", language="Python").text == "1"
-    assert code.request("DELETE", "/contexts/default").status == 204
-    assert code.run("1").execution_count == 1
+    assert code_client.run("1", context_id="default", language="Python").text == "1"
+    assert code_client.request("DELETE", "/contexts/default").status == 204
+    assert code_client.run("1").execution_count == 1
 
 
-def test_invalid_requests_are_refused(code):
+def test_invalid_requests_are_refused(code_client):
     for body, sentence in (
         ({"code": "1", "language": "r"}, "the language 'r' is not available: use python or bash"),
         ({"code": "1", "context_id": "default", "language": "bash"}, "the context default runs python, not bash"),
-        ({}, "the field code must be a string"),
+        ({}, "the field 'code' must be a string"),
         ({"code": "\0"}, "NUL"),
-        ({"code": "1", "timeout": -1}, "timeout must be a number"),
-        ({"code": "1", "language": "bash", "env_vars": {"a-b": "1"}}, "'a-b' is not a valid name"),
+        ({"code": "1", "timeout": -1}, "'timeout' must be a number"),
+        ({"code": "1", "language": "bash", "env_vars": {"a-b": "1"}}, "'a-b' is not a valid shell variable name"),
     ):
-        status, message = code.request_error("POST", "/execute", body)
+        status, message = code_client.request_error("POST", "/execute", body)
         assert status == 400 and sentence in message
-    assert code.request_error("POST", "/contexts", {"cwd": "/no/such"}) == (
+    assert code_client.request_error("POST", "/contexts", {"cwd": "/no/such"}) == (
         400, "the working directory /no/such does not exist: create it first"
     )  # fmt: skip
-    assert code.request_error("POST", "/contexts", {"language": "r"})[0] == 400
-    assert code.request_error("GET", "/execute")[0] == 405
-    assert code.request_error("POST", "/contexts/")[0] == code.request_error("POST", "/contexts/a/b/c")[0] == 404
+    assert code_client.request_error("POST", "/contexts", {"language": "r"})[0] == 400
+    assert code_client.request_error("GET", "/execute")[0] == 405
+    for path in ("/contexts/", "/contexts/a/b/c"):
+        assert code_client.request_error("POST", path)[0] == 404
 
 
 def test_the_number_of_contexts_is_limited(fresh_agent):
-    code = CodeClient(fresh_agent)
+    code_client = CodeClient(fresh_agent)
     for _ in range(64):
-        code.create_context()
-    status, message = code.request_error("POST", "/contexts", {})
+        code_client.create_context()
+    status, message = code_client.request_error("POST", "/contexts", {})
     assert status == 429 and "remove one first" in message
 
 
 def test_the_token_is_required(fresh_agent):
-    code = CodeClient(fresh_agent)
-    assert code.request("GET", "/health").status == 200
+    code_client = CodeClient(fresh_agent)
+    assert code_client.request("GET", "/health").status == 200
     fresh_agent.post_ok("/identity", {"accessToken": "secret"})
     for method, path in (("POST", "/execute"), ("GET", "/contexts"), ("POST", "/contexts/default/restart")):
-        assert code.request(method, path, {"code": "1"}).status == 401
-    assert code.request("GET", "/health").status == 200
+        assert code_client.request(method, path, {"code": "1"}).status == 401
+    assert code_client.request("GET", "/health").status == 200
     code_token = hashlib.sha256(b"code secret").hexdigest()
     for token in ("secret", code_token):
-        assert code.request("POST", "/execute", {"code": "1"}, {"X-Access-Token": token}).status == 200
+        assert code_client.request("POST", "/execute", {"code": "1"}, {"X-Access-Token": token}).status == 200
     assert fresh_agent.request("POST", "/eval", '{"code": "1"}', {"X-Access-Token": code_token})[0] == 401
     assert fresh_agent.request("POST", "/eval", '{"code": "1"}')[0] == 401
 
 
-def test_eval_returns_the_value_or_the_error(code):
+def test_eval_returns_the_value_or_the_error(code_client):
     def evaluate(text, **fields):
-        return code.agent.post_ok("/eval", {"code": text, **fields})
+        return code_client.agent.post_ok("/eval", {"code": text, **fields})
 
     assert evaluate("[1] * 2") == {"result": "[1, 1]", "error": "", "exit_code": 0}
     assert evaluate("y = 7; print(y)") == {"result": "None", "error": "", "exit_code": 0}
-    assert code.run("y").text == "7"
+    assert code_client.run("y").text == "7"
     assert evaluate("1/0") == {"result": "", "error": "ZeroDivisionError: division by zero", "exit_code": 1}
     timed_out = evaluate("import time; time.sleep(30)", timeout=0.1)
     assert timed_out == {"result": "", "error": "TimeoutError: the code ran longer than 0.1 s", "exit_code": 1}
-    assert code.agent.post("/eval", {})[0] == 400
+    assert code_client.agent.post("/eval", {})[0] == 400
 
 
 # -- queued cells --------------------------------------------------------------------------------------------------
 
 
-def test_contexts_run_in_parallel_and_their_cells_in_order(code, tmp_path):
-    other = code.create_context()["id"]
-    code.run("import os, time")
-    first = code.request("POST", "/execute", {
+def test_contexts_run_in_parallel_and_their_cells_in_order(code_client, tmp_path):
+    other = code_client.create_context()["id"]
+    code_client.run("import os, time")
+    first = code_client.request("POST", "/execute", {
         "code": f"print('on', flush=True)\nwhile not os.path.exists({str(tmp_path / 'go')!r}): time.sleep(0.01)\nn = 1"
     })  # fmt: skip
     while b"on" not in first.readline():
@@ -479,7 +480,7 @@ def test_contexts_run_in_parallel_and_their_cells_in_order(code, tmp_path):
     answers = {}
 
     def run_cell(number):
-        response = code.request("POST", "/execute", {"code": f"n = n * 10 + {number}\nn"})
+        response = code_client.request("POST", "/execute", {"code": f"n = n * 10 + {number}\nn"})
         answers[number] = json.loads(response.read().splitlines()[-1])["text"]
 
     threads = []
@@ -487,7 +488,7 @@ def test_contexts_run_in_parallel_and_their_cells_in_order(code, tmp_path):
         threads.append(threading.Thread(target=run_cell, args=(number,)))
         threads[-1].start()
         time.sleep(0.1)
-    assert code.run("'other'", context_id=other).text == "'other'"
+    assert code_client.run("'other'", context_id=other).text == "'other'"
     assert answers == {}
     (tmp_path / "go").touch()
     for thread in threads:
@@ -496,38 +497,38 @@ def test_contexts_run_in_parallel_and_their_cells_in_order(code, tmp_path):
     assert answers == {2: "12", 3: "123", 4: "1234"}
 
 
-def test_a_queued_execution_is_dropped_when_its_client_hangs_up(code, tmp_path):
-    code.run("import os, time; ran = []")
-    first = code.request("POST", "/execute", {
+def test_a_queued_execution_is_dropped_when_its_client_hangs_up(code_client, tmp_path):
+    code_client.run("import os, time; ran = []")
+    first = code_client.request("POST", "/execute", {
         "code": f"print('on', flush=True)\nwhile not os.path.exists({str(tmp_path / 'go')!r}): time.sleep(0.01)"
     })  # fmt: skip
     while b"on" not in first.readline():
         pass
     body = json.dumps({"code": "ran.append(1)"}).encode()
-    with socket.create_connection(("127.0.0.1", code.agent.code_port)) as sock:
+    with socket.create_connection(("127.0.0.1", code_client.agent.code_port)) as sock:
         sock.sendall(b"POST /execute HTTP/1.1\r\nContent-Length: %d\r\n\r\n%s" % (len(body), body))
         time.sleep(0.1)
     time.sleep(0.1)
     (tmp_path / "go").touch()
     first.read()
-    assert code.run("ran").text == "[]"
+    assert code_client.run("ran").text == "[]"
 
 
-def test_a_restart_ends_the_running_code(code):
-    response = code.request("POST", "/execute", {"code": "print(1, flush=True)\nwhile True: pass"})
+def test_a_restart_stops_the_running_code(code_client):
+    response = code_client.request("POST", "/execute", {"code": "print(1, flush=True)\nwhile True: pass"})
     while b"stdout" not in response.readline():
         pass
-    assert code.request("POST", "/contexts/default/restart").status == 200
+    assert code_client.request("POST", "/contexts/default/restart").status == 200
     assert b"the context was restarted" in response.read()
-    assert code.run("1").execution_count == 1
+    assert code_client.run("1").execution_count == 1
 
 
 # -- interrupts ------------------------------------------------------------------------------------------------------
 
 
-def test_a_time_limit_interrupts_the_code(code):
-    code.run("import asyncio, os, time; kept = 1; await asyncio.sleep(0)")
-    error = code.run("print('a')\ntime.sleep(60)", timeout=0.2).error
+def test_a_time_limit_interrupts_the_code(code_client):
+    code_client.run("import asyncio, os, time; kept = 1; await asyncio.sleep(0)")
+    error = code_client.run("print('a')\ntime.sleep(60)", timeout=0.2).error
     assert (error.name, error.value) == ("TimeoutError", "the code ran longer than 0.2 s")
     assert "time.sleep(60)" in error.traceback and "kernel.py" not in error.traceback
     for statement in (
@@ -535,63 +536,63 @@ def test_a_time_limit_interrupts_the_code(code):
         "os.system('sleep 60')",
         "await asyncio.sleep(60)",
     ):
-        assert code.run(statement, timeout=0.2).error.name == "TimeoutError"
-    assert code.run("await asyncio.sleep(0, kept)").text == "1"
+        assert code_client.run(statement, timeout=0.2).error.name == "TimeoutError"
+    assert code_client.run("await asyncio.sleep(0, kept)").text == "1"
 
 
 @pytest.mark.parametrize(
     "statement", ["time.sleep(60)", "while True: print('x' * 1000)", "while True: display('x' * 1000)"]
 )
-def test_a_disconnect_interrupts_the_code(code, statement):
-    code.run("import time; ended = ''")
+def test_a_disconnect_interrupts_the_code(code_client, statement):
+    code_client.run("import time; ended = ''")
     text = f"try:\n    print('on')\n    {statement}\nexcept BaseException as error:\n    ended = type(error).__name__"
-    response = code.request("POST", "/execute", {"code": text})
+    response = code_client.request("POST", "/execute", {"code": text})
     while b"on" not in response.readline():
         pass
     response.close()
-    assert code.run("ended").text == "'KeyboardInterrupt'"
+    assert code_client.run("ended").text == "'KeyboardInterrupt'"
 
 
-def test_an_interrupt_hits_only_user_code(code):
-    """The kernel and the agent stay in step, whenever the interrupt arrives."""
-    code.run("import time; kept = 0")
+def test_an_interrupt_affects_only_user_code(code_client):
+    """The kernel and the agent stay in sync, no matter when the interrupt arrives."""
+    code_client.run("import time; kept = 0")
     for step in range(30):
-        code.run("kept += 1; time.sleep(0.002); display(kept)", timeout=0.0005 + step * 0.0002)
-        assert code.run(f"'{step}'").text == f"'{step}'"
-    assert int(code.run("kept").text) > 0
+        code_client.run("kept += 1; time.sleep(0.002); display(kept)", timeout=0.0005 + step * 0.0002)
+        assert code_client.run(f"'{step}'").text == f"'{step}'"
+    assert int(code_client.run("kept").text) > 0
 
 
 # -- large output, and output between cells --------------------------------------------------------------------------
 
 
-def memory_mb(code):
-    status = Path(f"/proc/{code.agent.process.pid}/status").read_text()
+def memory_mb(code_client):
+    status = Path(f"/proc/{code_client.agent.process.pid}/status").read_text()
     return int(next(line for line in status.splitlines() if line.startswith("VmRSS")).split()[1]) // 1024
 
 
-def test_a_slow_client_blocks_the_code(code):
-    before = memory_mb(code)
-    response = code.request("POST", "/execute", {
+def test_a_slow_client_blocks_the_code(code_client):
+    initial_memory = memory_mb(code_client)
+    response = code_client.request("POST", "/execute", {
         "code": "import os\nfor n in range(100): os.write(1, b'x' * 100_000)\n1"
     })  # fmt: skip
     first = json.loads(response.readline())
     time.sleep(0.5)
-    assert memory_mb(code) < before + 5
+    assert memory_mb(code_client) < initial_memory + 5
     events = [json.loads(line) for line in response.read().splitlines()]
     assert first["type"] == "number_of_executions" and events[-1]["type"] == "result"
     assert sum(len(event["text"]) for event in events[:-1]) == 10_000_000
 
 
-def test_the_size_of_a_result_is_limited(code):
-    assert len(code.run("'x' * (2 << 20)").text) == (2 << 20) + 2
-    oversized = code.run("'x' * (33 << 20)")
+def test_the_size_of_a_result_is_limited(code_client):
+    assert len(code_client.run("'x' * (2 << 20)").text) == (2 << 20) + 2
+    oversized = code_client.run("'x' * (33 << 20)")
     assert oversized.error is None and "was omitted: the limit is 33554432" in oversized.text
-    assert len(code.run("raise ValueError('x' * (2 << 20))").error.value) == 1 << 20
+    assert len(code_client.run("raise ValueError('x' * (2 << 20))").error.value) == 1 << 20
 
 
-def test_output_between_cells_is_discarded(code):
+def test_output_between_cells_is_discarded(code_client):
     """A thread and a process write more than a pipe can hold, and neither of them blocks."""
-    code.run("""
+    code_client.run("""
         import subprocess, threading, time
         def chatter():
             for n in range(40): print("t" * 10_000, flush=True)
@@ -602,22 +603,22 @@ def test_output_between_cells_is_discarded(code):
         process = subprocess.Popen("sleep 0.2; head -c 400000 /dev/zero; head -c 400000 /dev/zero >&2", shell=True)
     """)
     time.sleep(0.8)
-    after = code.events("1")
+    after = code_client.events("1")
     assert after == [("result", "1")]
-    assert code.run("done.is_set(), process.poll()").text == "(True, 0)"
-    assert code.events("print('mine')") == [("stdout", "mine\n")]
+    assert code_client.run("done.is_set(), process.poll()").text == "(True, 0)"
+    assert code_client.events("print('mine')") == [("stdout", "mine\n")]
 
 
-def test_a_late_display_from_a_thread_is_ignored(code):
-    code.run("import threading\nt = threading.Timer(0.1, display, ['late'])\nt.start()")
+def test_a_late_display_from_a_thread_is_ignored(code_client):
+    code_client.run("import threading\nt = threading.Timer(0.1, display, ['late'])\nt.start()")
     time.sleep(0.2)
-    assert code.run("t.join(); 1").text == "1"
-    execution = code.run("t = threading.Thread(target=display, args=['thread'])\nt.start()\nt.join()\n2")
+    assert code_client.run("t.join(); 1").text == "1"
+    execution = code_client.run("t = threading.Thread(target=display, args=['thread'])\nt.start()\nt.join()\n2")
     assert [result.text for result in execution.results] == ["'thread'", "2"]
 
 
-def test_children_of_the_kernel_cannot_write_to_its_channel(code):
-    assert code.events("""
+def test_children_of_the_kernel_cannot_write_to_its_channel(code_client):
+    assert code_client.events("""
         import os, sys
         if os.fork() == 0:
             display("child")
@@ -626,14 +627,14 @@ def test_children_of_the_kernel_cannot_write_to_its_channel(code):
             os.wait()
         1
     """) == [("stdout", "'child'\n"), ("result", "1")]
-    assert code.run("if os.fork() == 0: raise OSError('in the child')\nos.wait()[1] >> 8").text == "1"
-    assert code.run("""
+    assert code_client.run("if os.fork() == 0: raise OSError('in the child')\nos.wait()[1] >> 8").text == "1"
+    assert code_client.run("""
         import multiprocessing
         def f(x): return x * x
         with multiprocessing.get_context("fork").Pool(2) as pool: squares = pool.map(f, range(5))
         squares
     """).text == "[0, 1, 4, 9, 16]"  # fmt: skip
-    assert code.run("1").text == "1"
+    assert code_client.run("1").text == "1"
 
 
 # -- lazy loading and memory use -------------------------------------------------------------------------------------
@@ -644,39 +645,39 @@ def test_modules_are_loaded_on_demand(unmanaged_command, running):
         agent.request("GET", "/health")
         threads = Path(f"/proc/{agent.process.pid}/task").iterdir()
         assert len(list(threads)) <= 3  # the two listeners and the thread of the request
-        code = CodeClient(agent)
-        assert kernel_pids(code) == [] and code.list_contexts() == []
+        code_client = CodeClient(agent)
+        assert kernel_pids(code_client) == [] and code_client.list_contexts() == []
         assert agent.post("/contexts/default/start")[1]["id"] == "default"
-        assert len(kernel_pids(code)) == 1
-        assert code.run("1").execution_count == 1
+        assert len(kernel_pids(code_client)) == 1
+        assert code_client.run("1").execution_count == 1
 
 
-def test_files_in_the_working_directory_do_not_shadow_installed_modules(code, tmp_path):
+def test_files_in_the_working_directory_do_not_shadow_installed_modules(code_client, tmp_path):
     (tmp_path / "random.py").write_text("planted = True")
     (tmp_path / "own.py").write_text("value = 7")
-    context = code.create_context(cwd=str(tmp_path))["id"]
-    assert code.run("import random; hasattr(random, 'planted')", context_id=context).text == "False"
-    assert code.run("import own; own.value", context_id=context).text == "7"
+    context = code_client.create_context(cwd=str(tmp_path))["id"]
+    assert code_client.run("import random; hasattr(random, 'planted')", context_id=context).text == "False"
+    assert code_client.run("import own; own.value", context_id=context).text == "7"
 
 
-def test_the_kernel_imports_few_modules(code, unmanaged_command):
-    context = code.create_context()["id"]
-    names = code.run("sorted(name for name in globals() if not name.startswith('__'))", context_id=context).text
+def test_the_kernel_imports_few_modules(code_client, unmanaged_command):
+    context = code_client.create_context()["id"]
+    names = code_client.run("sorted(name for name in globals() if not name.startswith('__'))", context_id=context).text
     assert names == "[]"
-    execution = code.run("import sys\nsys.path[0], sys.path[-1], sys.argv, __name__", context_id=context)
+    execution = code_client.run("import sys\nsys.path[0], sys.path[-1], sys.argv, __name__", context_id=context)
     first, last, *rest = ast.literal_eval(execution.text)
     assert first and not last and rest == [[""], "__main__"]
     # Python's own site packages may import any module.
     plain = subprocess.check_output(
         [unmanaged_command[0], "-c", "import sys; print('random' in sys.modules)"], text=True
     ).strip()
-    code.run("await __import__('asyncio').sleep(0)", context_id=context)
-    assert code.run("'random' in sys.modules", context_id=context).text == plain
+    code_client.run("await __import__('asyncio').sleep(0)", context_id=context)
+    assert code_client.run("'random' in sys.modules", context_id=context).text == plain
 
 
-def test_user_files_do_not_break_the_kernel(code, tmp_path):
+def test_user_files_do_not_break_the_kernel(code_client, tmp_path):
     for name in ("json", "ast", "traceback", "sandbox_agent"):
         (tmp_path / f"{name}.py").write_text("raise SystemExit('mine')")
     (tmp_path / "helper.py").write_text("x = 'imported'")
-    context = code.create_context(cwd=str(tmp_path))["id"]
-    assert code.run("import helper\nhelper.x", context_id=context).text == "'imported'"
+    context = code_client.create_context(cwd=str(tmp_path))["id"]
+    assert code_client.run("import helper\nhelper.x", context_id=context).text == "'imported'"

@@ -57,14 +57,14 @@ class CodeClient:
 
 
 @pytest.fixture(scope="module")
-def code(unmanaged_command, running):
+def code_client(unmanaged_command, running):
     with running(unmanaged_command, env={"PATH": f"{Path(unmanaged_command[0]).parent}:{os.environ['PATH']}"}) as agent:
         yield CodeClient(agent)
 
 
 @pytest.fixture(scope="module", params=["bash", "sh"])
-def shells(request, unmanaged_command, running, tmp_path_factory):
-    """An agent whose PATH contains bash, and one with only sh."""
+def shell_client(request, unmanaged_command, running, tmp_path_factory):
+    """A client of an agent whose PATH contains bash and sh, or only sh."""
     if request.param == "bash" and not shutil.which("bash"):
         pytest.fail("the tests need bash")
     path = tmp_path_factory.mktemp(request.param)
@@ -77,96 +77,97 @@ def shells(request, unmanaged_command, running, tmp_path_factory):
 # -- the shell -------------------------------------------------------------------------------------------------------
 
 
-def test_the_shell_keeps_state_between_cells(shells):
-    assert shells.run_shell("x='a  b'; f() { echo \"f:$1\"; }; cd /tmp") == ("", None)
-    assert shells.run_shell('echo "$x"; f "$x"; pwd') == ("a  b\nf:a  b\n/tmp\n", None)
-    assert shells.run_shell("cat <<E\nit's $x\nE\n") == ("it's a  b\n", None)
-    assert shells.run_shell("cat; read y; echo end") == ("end\n", None)
-    assert shells.run_shell("") == ("", None)
-    assert shells.run_shell("echo é\ud800") == ("é?\n", None)
+def test_the_shell_keeps_state_between_cells(shell_client):
+    assert shell_client.run_shell("x='a  b'; f() { echo \"f:$1\"; }; cd /tmp") == ("", None)
+    assert shell_client.run_shell('echo "$x"; f "$x"; pwd') == ("a  b\nf:a  b\n/tmp\n", None)
+    assert shell_client.run_shell("cat <<E\nit's $x\nE\n") == ("it's a  b\n", None)
+    assert shell_client.run_shell("cat; read y; echo end") == ("end\n", None)
+    assert shell_client.run_shell("") == ("", None)
+    assert shell_client.run_shell("echo é\ud800") == ("é?\n", None)
 
 
-def test_a_nonzero_exit_status_is_an_error(shells):
-    assert shells.run_shell("echo 1; false") == ("1\n", "exit code 1")
-    assert shells.run_shell("(exit 77)") == ("", "exit code 77")
-    assert shells.run_shell("echo $?")[1] is None
-    broken = shells.run("echo 'open", "bash")
+def test_a_nonzero_exit_status_is_an_error(shell_client):
+    assert shell_client.run_shell("echo 1; false") == ("1\n", "exit code 1")
+    assert shell_client.run_shell("(exit 77)") == ("", "exit code 77")
+    assert shell_client.run_shell("echo $?")[1] is None
+    broken = shell_client.run("echo 'open", "bash")
     assert broken.error.value == "exit code 2" and broken.logs.stderr
-    assert shells.run_shell("no-such-command-at-all")[1] == "exit code 127"
-    assert shells.run_shell("echo fine") == ("fine\n", None)
+    assert shell_client.run_shell("no-such-command-at-all")[1] == "exit code 127"
+    assert shell_client.run_shell("echo fine") == ("fine\n", None)
 
 
-def test_shell_variables_for_a_single_execution(shells):
-    assert shells.run_shell("B=kept; unset A") == ("", None)
-    assert shells.run_shell("echo $A; env | head -c 0; sh -c 'echo $B'", env_vars={"A": "it's", "B": "é"}) == (
+def test_shell_variables_for_a_single_execution(shell_client):
+    assert shell_client.run_shell("B=kept; unset A") == ("", None)
+    assert shell_client.run_shell("echo $A; env | head -c 0; sh -c 'echo $B'", env_vars={"A": "it's", "B": "é"}) == (
         "it's\né\n",
         None,
     )
-    assert shells.run_shell("echo ${A-unset} $B") == ("unset kept\n", None)
-    assert shells.run_shell("false", env_vars={"A": "1"})[1] == "exit code 1"
+    assert shell_client.run_shell("echo ${A-unset} $B") == ("unset kept\n", None)
+    assert shell_client.run_shell("false", env_vars={"A": "1"})[1] == "exit code 1"
     assert (
-        shells.run_shell("sleep 60", env_vars={"A": "1", "B": "2"}, timeout=0.2)[1] == "the code ran longer than 0.2 s"
+        shell_client.run_shell("sleep 60", env_vars={"A": "1", "B": "2"}, timeout=0.2)[1]
+        == "the code ran longer than 0.2 s"
     )
-    assert shells.run_shell("echo ${A-unset} $B") == ("unset kept\n", None)
+    assert shell_client.run_shell("echo ${A-unset} $B") == ("unset kept\n", None)
 
 
-def test_an_interrupted_shell_survives(shells):
-    shells.run_shell("kept=1; f() { while true; do sleep 0.05; echo x; done; }")
+def test_an_interrupted_shell_survives(shell_client):
+    shell_client.run_shell("kept=1; f() { while true; do sleep 0.05; echo x; done; }")
     for command in ("sleep 60", "f", "while :; do :; done", "sleep 60; echo after"):
-        execution = shells.run(command, "bash", timeout=0.2)
+        execution = shell_client.run(command, "bash", timeout=0.2)
         assert execution.error.name == "TimeoutError" and "after\n" not in execution.logs.stdout
-    assert shells.run_shell("echo $kept") == ("1\n", None)
+    assert shell_client.run_shell("echo $kept") == ("1\n", None)
 
 
-def test_exit_ends_the_shell_and_the_next_cell_starts_another(shells):
-    execution = shells.run("gone=1; echo last; exit 4", "bash")
+def test_exit_ends_the_shell_and_the_next_cell_starts_another(shell_client):
+    execution = shell_client.run("gone=1; echo last; exit 4", "bash")
     assert execution.logs.stdout == ["last\n"]
     assert (execution.error.name, "with exit code 4" in execution.error.value) == ("KernelDied", True)
-    assert shells.run_shell("echo ${gone-fresh}") == ("fresh\n", None)
+    assert shell_client.run_shell("echo ${gone-fresh}") == ("fresh\n", None)
 
 
-def test_shell_tracing_hides_the_agents_commands(shells):
-    execution = shells.run("set -x; echo 1", "bash", env_vars={"A": "1"})
+def test_shell_tracing_hides_the_agents_commands(shell_client):
+    execution = shell_client.run("set -x; echo 1", "bash", env_vars={"A": "1"})
     assert "".join(execution.logs.stderr).strip().lstrip("+") == " echo 1"
-    shells.run("set +x", "bash")
+    shell_client.run("set +x", "bash")
 
 
-def test_background_jobs_keep_running(shells):
+def test_background_jobs_keep_running(shell_client):
     start_time = time.monotonic()
-    assert shells.run_shell("(sleep 0.2; echo late) & echo now")[0] == "now\n"
+    assert shell_client.run_shell("(sleep 0.2; echo late) & echo now")[0] == "now\n"
     assert time.monotonic() - start_time < 0.2
     time.sleep(0.4)
-    assert shells.run_shell("echo then")[0] == "then\n"
+    assert shell_client.run_shell("echo then")[0] == "then\n"
 
 
 @pytest.mark.parametrize("language", ["python", "bash"])
-def test_an_early_interrupt_is_not_lost(code, language):
+def test_an_early_interrupt_is_not_lost(code_client, language):
     """The kernel has not read the code yet, for example because the sandbox is busy."""
     python = language == "python"
-    execution = code.run("import os; kept = 1; print(os.getpid())" if python else "kept=1; echo $$", language)
+    execution = code_client.run("import os; kept = 1; print(os.getpid())" if python else "kept=1; echo $$", language)
     pid = int(execution.logs.stdout[0])
     os.kill(pid, signal.SIGSTOP)
     threading.Timer(0.5, os.kill, [pid, signal.SIGCONT]).start()
-    error = code.run("while True: pass" if python else "while :; do :; done", language, timeout=0.2).error
+    error = code_client.run("while True: pass" if python else "while :; do :; done", language, timeout=0.2).error
     assert (error.name, error.value) == ("TimeoutError", "the code ran longer than 0.2 s")
-    assert code.run("print(kept)" if python else "echo $kept", language).logs.stdout == ["1\n"]
+    assert code_client.run("print(kept)" if python else "echo $kept", language).logs.stdout == ["1\n"]
 
 
-def test_an_interrupt_between_cells_is_ignored(code):
-    pid = int(code.run("import os, time; os.getpid()").text)
+def test_an_interrupt_between_cells_is_ignored(code_client):
+    pid = int(code_client.run("import os, time; os.getpid()").text)
     os.kill(pid, signal.SIGINT)
     time.sleep(0.05)
-    assert code.run("time.sleep(0.1); 1").text == "1"
+    assert code_client.run("time.sleep(0.1); 1").text == "1"
 
 
 # -- the client ------------------------------------------------------------------------------------------------------
 
 
-def test_the_published_client_works(code, tmp_path):
+def test_the_published_client_works(code_client, tmp_path):
     from e2b.connection_config import ConnectionConfig
     from packaging.version import Version
 
-    url = f"http://127.0.0.1:{code.agent.code_port}"
+    url = f"http://127.0.0.1:{code_client.agent.code_port}"
     sandbox = Sandbox(
         sandbox_id="0123456789ab",
         sandbox_domain=None,
@@ -209,28 +210,28 @@ def test_the_published_client_works(code, tmp_path):
         'while True: say(b\'S\', b\'{"type":"result","text":"x","is_main_result":true}\')',
     ],
 )
-def test_a_kernel_is_killed_if_its_code_writes_to_the_channel(code, attack):
-    error = code.run(f"{CHANNEL}\n{attack}\ntime.sleep(0.3)", timeout=20).error
+def test_a_kernel_is_killed_if_its_code_writes_to_the_channel(code_client, attack):
+    error = code_client.run(f"{CHANNEL}\n{attack}\ntime.sleep(0.3)", timeout=20).error
     assert error.name == "KernelDied" and "wrote to its channel" in error.value
-    assert code.run("1").execution_count == 1
-    assert code.agent.process.poll() is None
+    assert code_client.run("1").execution_count == 1
+    assert code_client.agent.process.poll() is None
 
 
-def test_a_forged_end_affects_only_its_own_kernel(code):
-    code.agent.post("/contexts/default/start")
-    count = code.run("1").execution_count
-    forged = code.run(f"{CHANNEL}\nsay(b'D', b'%d' % {count + 1})\ntime.sleep(0.3)\n'late'")
+def test_a_forged_end_frame_affects_only_its_own_kernel(code_client):
+    code_client.agent.post("/contexts/default/start")
+    count = code_client.run("1").execution_count
+    forged = code_client.run(f"{CHANNEL}\nsay(b'D', b'%d' % {count + 1})\ntime.sleep(0.3)\n'late'")
     assert forged.results == []
-    assert [result.text for result in code.run("2").results] == ["'late'", "2"]
-    assert code.run("3").text == "3"
-    assert code.agent.post("/contexts/default/start")[0] == 200
+    assert [result.text for result in code_client.run("2").results] == ["'late'", "2"]
+    assert code_client.run("3").text == "3"
+    assert code_client.agent.post("/contexts/default/start")[0] == 200
 
 
-def test_a_kernel_that_ignores_the_interrupt_is_killed(code):
+def test_a_kernel_that_ignores_the_interrupt_is_killed(code_client):
     """A stopped kernel does not react to the interrupt, so it is killed."""
-    error = code.run("import os, signal\nos.kill(os.getpid(), signal.SIGSTOP)", timeout=0.1).error
+    error = code_client.run("import os, signal\nos.kill(os.getpid(), signal.SIGSTOP)", timeout=0.1).error
     assert error.name == "TimeoutError" and "its kernel was killed" in error.value
-    assert code.run("1").execution_count == 1
+    assert code_client.run("1").execution_count == 1
 
 
 def test_a_python_that_does_not_start_is_reported(unmanaged_command, running, tmp_path):

@@ -84,7 +84,7 @@ def make_mount(name: str, path: str = "", **changes: Any) -> dict[str, Any]:
 
 
 @pytest.fixture
-def machine(root: None, running: Any) -> Iterator[Machine]:
+def machine(requires_root: None, running: Any) -> Iterator[Machine]:
     argv = ["unshare", "--mount", "--uts", "--net", "--propagation", "private", "sh", "-c", NAMESPACE, "sh"]
     with running([*argv, sys.executable, "-m", "sandbox_agent", "--bind", "0.0.0.0", "--port", "0"]) as agent:
         assert not Path(f"/proc/{agent.process.pid}/ns/mnt").samefile("/proc/self/ns/mnt")
@@ -149,7 +149,7 @@ def test_mounting_new_volumes_is_all_or_nothing(machine):
     desired = [make_mount("old"), make_mount("new"), make_mount("bad", type="nosuchfs")]
     status, response = machine.post("/mounts", {"mounts": desired})
     assert status == 400
-    assert "/mnt/bad: this machine's kernel cannot mount nosuchfs" in response["message"]
+    assert "cannot mount /mnt/bad, because this machine's kernel does not support nosuchfs" in response["message"]
     assert list(machine.list_mounts()) == ["/mnt/old"]
     # The agent also does not treat this path as its own mount.
     machine.run("mount -t tmpfs vol-new /mnt/new")
@@ -194,7 +194,7 @@ def test_an_invalid_request_changes_nothing(desired):
     assert error.value.status == 400
 
 
-def test_only_the_gateway_or_the_token_can_mount(machine):
+def test_mounting_requires_the_gateway_or_the_token(machine):
     a = {"mounts": [make_mount("a")]}
     assert machine.post("/mounts", a, source=OTHER)[0] == 403, "without a token, only the gateway may mount"
     assert machine.list_mounts() == {}

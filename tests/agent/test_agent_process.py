@@ -49,7 +49,7 @@ def peak_memory(pid: int) -> int:
 
 def test_a_slow_client_blocks_the_process(agent):
     """The process writes 100 MB, and the client does not read at first. The agent buffers only a small part."""
-    before = peak_memory(agent.process.pid)
+    initial_memory = peak_memory(agent.process.pid)
     events = agent.start("sh", "-c", "head -c 100000000 /dev/zero; echo done >&2")
     time.sleep(0.5)
     received, last = 0, b""
@@ -59,7 +59,7 @@ def test_a_slow_client_blocks_the_process(agent):
     # The output is in base64, with a frame around each piece.
     assert 133_000_000 < received < 140_000_000
     assert b'"stderr":"ZG9uZQo="' in last and b'"exitCode": 0' in last
-    assert peak_memory(agent.process.pid) - before < 20_000
+    assert peak_memory(agent.process.pid) - initial_memory < 20_000
 
 
 def test_environment_directory_and_user_are_set(agent, tmp_path):
@@ -193,7 +193,7 @@ def test_an_ended_process_is_not_found(agent):
     assert list(events) == [] and events.error and events.error["code"] == "not_found"
 
 
-def test_a_disconnect_does_not_end_the_process(agent, eventually):
+def test_a_disconnect_does_not_stop_the_process(agent, eventually):
     body = json.dumps({"process": {"cmd": "sh", "args": ["-c", "echo a; read x; echo b"]}, "tag": "orphan"}).encode()
     with socket.create_connection(("127.0.0.1", agent.port)) as sock:
         sock.sendall(
@@ -229,7 +229,7 @@ def test_a_process_without_a_client_keeps_running(agent, tmp_path, eventually):
     eventually(marker.exists)
 
 
-def test_a_deadline_ends_the_process(agent, eventually):
+def test_a_process_is_killed_at_its_deadline(agent, eventually):
     start_time = time.monotonic()
     events = agent.start("sh", "-c", "echo $$; sleep 31.1", Connect_Timeout_Ms="400")
     pid = events.next()["start"]["pid"]
@@ -303,19 +303,19 @@ def test_descriptors_and_threads_are_released(fresh_agent, eventually):
     threads = count_entries("task")
     fresh_agent.start("true").read_to_end()
     eventually(lambda: count_entries("task") == threads)
-    before = count_entries("fd")
+    open_files = count_entries("fd")
     for _ in range(5):
         fresh_agent.start("true", stdin=True).read_to_end()
         fresh_agent.start("true", pty={"size": {}}).read_to_end()
         fresh_agent.post_ok("/exec", {"args": ["true"]})
         fresh_agent.stream("Start", {"process": {"cmd": "no-such"}, "pty": {"size": {}}}).read_to_end()
         fresh_agent.stream("Start", {"process": {"cmd": "no-such"}}).read_to_end()
-    eventually(lambda: (count_entries("task"), count_entries("fd")) == (threads, before))
+    eventually(lambda: (count_entries("task"), count_entries("fd")) == (threads, open_files))
     assert Path(f"/proc/{fresh_agent.process.pid}/task/{fresh_agent.process.pid}/children").read_text() == ""
 
 
 def test_arguments_that_are_not_utf_8_are_passed(agent):
-    """As in Python, half of a surrogate pair represents a byte that is not UTF-8. Other halves are refused."""
+    """As in Python, certain unpaired surrogates represent bytes that are not UTF-8. All others are refused."""
     argv = ["sh", "-c", 'printf %s "$1" | od -An -tx1; sleep 0.5', "sh", "a\udcff"]
     events = agent.start(*argv, envs={"A": "\udcfe"}, tag="bytes")
     events.next()

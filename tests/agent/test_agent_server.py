@@ -89,7 +89,7 @@ def test_http_1_0_connections_close_after_the_response(agent):
     assert send_bytes(agent, b"GET /files?path=/proc/version HTTP/1.0\r\n\r\n").endswith(b"\n")
 
 
-def test_an_invalid_request_ends_only_its_connection(agent):
+def test_an_invalid_request_closes_only_its_connection(agent):
     for data in (
         b"\x16\x03\x01\r\n\r\n",
         b"GET\r\n\r\n",

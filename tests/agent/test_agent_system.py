@@ -24,7 +24,7 @@ def test_the_clock_is_set_only_if_it_is_wrong(monkeypatch, offset, is_set):
     assert set_calls == ([(time.CLOCK_REALTIME, 1_700_000_000.0 + offset)] if is_set else [])
 
 
-GROW = """
+SCRIPT = """
 set -e
 truncate -s 16M "$1/image"
 mkfs.ext4 -q "$1/image"
@@ -46,10 +46,21 @@ system.grow_file_system(sys.argv[1])
 """
 
 
-def test_the_file_system_grows_with_its_device(root, tmp_path):
+def test_the_file_system_grows_with_its_device(requires_root, tmp_path):
     """The file system is in a new mount namespace. Both disappear when the process exits."""
     result = subprocess.run(
-        ["unshare", "--mount", "--propagation", "private", "sh", "-c", GROW, "sh", str(tmp_path), sys.executable],
+        [
+            "unshare",
+            "--mount",
+            "--propagation",
+            "private",
+            "sh",
+            "-c",
+            SCRIPT,
+            "sh",
+            str(tmp_path),
+            sys.executable,
+        ],
         env={**os.environ, "PYTHONPATH": str(SOURCE)},
         capture_output=True,
         text=True,

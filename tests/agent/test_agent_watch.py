@@ -18,7 +18,7 @@ import pytest
 
 SERVICE = "/filesystem.Filesystem"
 # Scans are more frequent here, to make the tests faster.
-SOURCES = {"inotify": "", "scan": "inotify.AVAILABLE = False; scan.SCAN_SECONDS = 0.1; scan._REST_FACTOR = 1"}
+SOURCES = {"inotify": "", "scan": "inotify.AVAILABLE = False; scan.SCAN_SECONDS = 0.1; scan._PAUSE_FACTOR = 1"}
 
 
 def command_with_constants(code: str) -> list[str]:
@@ -70,7 +70,7 @@ class Watcher:
         raise AssertionError(f"{event_type} {name} did not arrive: {seen_events}")
 
 
-def test_changes_of_a_file_are_reported(agent, tmp_path):
+def test_changes_to_a_file_are_reported(agent, tmp_path):
     watcher = Watcher(agent, tmp_path)
     path = tmp_path / "file"
     path.write_text("a")
@@ -126,7 +126,7 @@ def test_directories_moved_out_of_the_tree_are_not_watched(agent, kind, tmp_path
     assert watcher.wait_for("create", "c/b/seen") == ["create c/b/seen"]
 
 
-def test_changes_of_the_watched_directory_itself_are_reported(agent, tmp_path):
+def test_changes_to_the_watched_directory_itself_are_reported(agent, tmp_path):
     path = tmp_path / "gone"
     path.mkdir()
     watcher, events = Watcher(agent, path), agent.stream("WatchDir", {"path": str(path)}, service=SERVICE)
@@ -140,7 +140,7 @@ def test_changes_of_the_watched_directory_itself_are_reported(agent, tmp_path):
     assert (types[-1], events.error) == ("EVENT_TYPE_REMOVE", None)
 
 
-def test_events_carry_their_entry(agent, tmp_path):
+def test_events_include_the_entry(agent, tmp_path):
     watcher = Watcher(agent, tmp_path, includeEntry=True, recursive=True)
     (tmp_path / "d").mkdir()
     watcher.wait_for("create", "d")
@@ -176,7 +176,7 @@ def test_invalid_paths_are_refused(agent, tmp_path):
     assert agent.post(f"{SERVICE}/CreateWatcher", {"path": str(tmp_path)}, "no-such-user")[0] == 401
 
 
-def test_a_watcher_is_removed_once(agent, tmp_path):
+def test_removing_a_watcher_twice_fails(agent, tmp_path):
     watcher = Watcher(agent, tmp_path)
     assert agent.post(f"{SERVICE}/RemoveWatcher", {"watcherId": watcher.id}) == (200, {})
     for method in ("RemoveWatcher", "GetWatcherEvents"):
@@ -190,7 +190,7 @@ def count_resources(agent) -> tuple[int, int]:
 
 
 def test_removing_a_watch_releases_its_resources(agent, tmp_path, eventually):
-    before = count_resources(agent)
+    resources_before = count_resources(agent)
     watcher = Watcher(agent, tmp_path, recursive=True)
     sockets = []
     for _ in range(3):
@@ -202,12 +202,12 @@ def test_removing_a_watch_releases_its_resources(agent, tmp_path, eventually):
         )
         assert b"start" in sock.recv(1000)
         sockets.append(sock)
-    assert count_resources(agent)[0] > before[0] + 3
+    assert count_resources(agent)[0] > resources_before[0] + 3
     agent.post_ok(f"{SERVICE}/RemoveWatcher", {"watcherId": watcher.id})
     start_time = time.monotonic()
     for sock in sockets:
         sock.close()
-    eventually(lambda: count_resources(agent) <= before)
+    eventually(lambda: count_resources(agent) <= resources_before)
     # Resources are released immediately, not after the next keepalive.
     assert time.monotonic() - start_time < 5
 
@@ -215,12 +215,12 @@ def test_removing_a_watch_releases_its_resources(agent, tmp_path, eventually):
 def test_the_number_of_watches_is_limited(running, tmp_path, eventually):
     code = "watch.EXPIRY_SECONDS = 1.5; watch.MAX_WATCHES = 2; watch.WATCHERS = watch.Watchers()"
     with running(command_with_constants(code)) as agent:
-        before = count_resources(agent)
+        resources_before = count_resources(agent)
         watchers = [Watcher(agent, tmp_path) for _ in range(2)]
         status, response = agent.post(f"{SERVICE}/CreateWatcher", {"path": str(tmp_path)})
         assert (status, response["code"]) == (429, "resource_exhausted") and "stop one" in response["message"]
         # Unused watchers are removed after a while.
-        eventually(lambda: count_resources(agent) <= before)
+        eventually(lambda: count_resources(agent) <= resources_before)
         assert watchers[0].take_events()[0] == 404
         Watcher(agent, tmp_path)
 
@@ -283,7 +283,7 @@ def test_watching_too_many_directories_is_refused(running, tmp_path):
         status = 200
         while status == 200 and time.monotonic() < deadline:
             status, response = watcher.take_events()
-        assert (status, response["code"]) == (429, "resource_exhausted") and "a part" in response["message"]
+        assert (status, response["code"]) == (429, "resource_exhausted") and "only some of them" in response["message"]
         status, response = agent.post(f"{SERVICE}/CreateWatcher", {"path": str(tmp_path), "recursive": True})
         assert (status, response["code"]) == (429, "resource_exhausted")
         Watcher(agent, tmp_path)
@@ -294,7 +294,7 @@ def test_scanning_too_many_entries_is_refused(running, tmp_path):
         (tmp_path / str(number)).write_text("")
     with running(command_with_constants(f"{SOURCES['scan']}; scan.MAX_ENTRIES = 10")) as agent:
         status, response = agent.post(f"{SERVICE}/CreateWatcher", {"path": str(tmp_path)})
-        assert (status, response["code"]) == (429, "resource_exhausted") and "a part" in response["message"]
+        assert (status, response["code"]) == (429, "resource_exhausted") and "only some of them" in response["message"]
 
 
 # Change the user after all imports: Python, or the tree, may be readable only by root.
@@ -306,7 +306,7 @@ agent.build_servers = lambda *args, **options: (build_servers(*args, **options),
 
 
 @pytest.mark.parametrize("kind", SOURCES)
-def test_unreadable_directories_are_skipped(root, running, kind):
+def test_unreadable_directories_are_skipped(requires_root, running, kind):
     """The agent runs as an unprivileged user, and watches the directories that it can read."""
     directory = Path(tempfile.mkdtemp(prefix="agent-test-"))
     try:
@@ -343,7 +343,7 @@ scan.SCAN_SECONDS = 0.1
 
 
 def open_files(pid):
-    """Return the open files of a process. Ignores files that are closed meanwhile."""
+    """Return the open files of a process. Ignores files that are closed during the call."""
     paths = set()
     for fd in Path(f"/proc/{pid}/fd").iterdir():
         with contextlib.suppress(FileNotFoundError):

@@ -91,11 +91,11 @@ class Machine:
         headers = {name.strip().lower(): value.strip() for name, value in (field.split(":", 1) for field in fields)}
         body = await _read_body(reader, headers)
         _, target, _ = request_line.split(" ")
-        await self._answer(request_line, target, headers, body, writer)
+        await self._handle_request(request_line, target, headers, body, writer)
         await writer.drain()
         return headers.get("connection", "") != "close"
 
-    async def _answer(
+    async def _handle_request(
         self, line: str, target: str, headers: dict[str, str], body: bytes, writer: asyncio.StreamWriter
     ) -> None:
         if target == "/identity":
@@ -122,8 +122,8 @@ class Machine:
         self, target: str, headers: dict[str, str], body: bytes, writer: asyncio.StreamWriter
     ) -> None:
         if target.startswith("/echo"):
-            echoed = {"target": target, "headers": headers, "length": len(body), "body": body[:100].decode("latin-1")}
-            _send(writer, 201, json.dumps(echoed).encode(), extra="X-Inside: yes\r\nKeep-Alive: timeout=5\r\n")
+            echo = {"target": target, "headers": headers, "length": len(body), "body": body[:100].decode("latin-1")}
+            _send(writer, 201, json.dumps(echo).encode(), extra="X-Inside: yes\r\nKeep-Alive: timeout=5\r\n")
         elif target.startswith("/stream"):
             writer.write(b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n")
             for number in itertools.count():
@@ -154,30 +154,30 @@ class Machine:
 
     async def _exec(self, request: dict[str, Any]) -> dict[str, Any]:
         verb, *words = request["args"]
-        code, stdout, stderr, timed_out = 0, "", "", False
+        exit_code, stdout, stderr, timed_out = 0, "", "", False
         if verb == "write":
             mapping, key, writable = self._resolve(words[0])
             if writable:
                 mapping[key] = words[1]
             else:
-                code, stderr = 1, "Read-only file system\n"
+                exit_code, stderr = 1, "Read-only file system\n"
         elif verb == "read":
             mapping, key, _ = self._resolve(words[0])
-            code, stdout = (0, mapping[key]) if key in mapping else (1, "")
+            exit_code, stdout = (0, mapping[key]) if key in mapping else (1, "")
         elif verb == "sleep":
             timed_out = float(words[0]) > request["timeout"]
             await asyncio.sleep(min(float(words[0]), request["timeout"]))
-            code = 137 if timed_out else 0
+            exit_code = 137 if timed_out else 0
         elif verb == "exit":
-            code, stderr = int(words[0]), "leaving\n"
+            exit_code, stderr = int(words[0]), "leaving\n"
         elif verb == "cat":
             stdout = base64.b64decode(request.get("stdin", "")).decode()
         elif verb == "env":
             stdout = json.dumps({"env": request["env"], "cwd": request.get("cwd"), "user": request.get("user")})
         else:
-            code, stderr = 127, f"{verb}: not found\n"
+            exit_code, stderr = 127, f"{verb}: not found\n"
         return {
-            "exitCode": code,
+            "exitCode": exit_code,
             "stdout": base64.b64encode(stdout.encode()).decode(),
             "stderr": base64.b64encode(stderr.encode()).decode(),
             "timedOut": timed_out,

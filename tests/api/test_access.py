@@ -98,25 +98,30 @@ def test_ports_are_public_only_on_request(
     memory_gateway: MemoryGateway, api: httpx.Client, keyless_client: httpx.Client
 ) -> None:
     default_sandbox, private_sandbox = create_sandbox(api), create_sandbox(api, network={"allowPublicTraffic": False})
-    public = create_sandbox(api, network={"allowPublicTraffic": True})
-    assert public["network"]["allowPublicTraffic"] is True and default_sandbox["network"]["allowPublicTraffic"] is False
+    public_sandbox = create_sandbox(api, network={"allowPublicTraffic": True})
+    assert (
+        public_sandbox["network"]["allowPublicTraffic"] is True
+        and default_sandbox["network"]["allowPublicTraffic"] is False
+    )
     for sandbox in (default_sandbox, private_sandbox):
         assert keyless_client.get("/", headers=port_headers_with_host(sandbox, PORT)).status_code == 403
-    with raw_service(memory_gateway, public):
-        assert keyless_client.get("/", headers=port_headers_with_host(public, PORT)).text == "ok"
-        ref = public["sandboxID"]
+    with raw_service(memory_gateway, public_sandbox):
+        assert keyless_client.get("/", headers=port_headers_with_host(public_sandbox, PORT)).text == "ok"
+        ref = public_sandbox["sandboxID"]
         assert api.put(f"/sandboxes/{ref}/network", json={"denyOut": ["10.0.0.0/8"]}).status_code == 204
-        assert keyless_client.get("/", headers=port_headers_with_host(public, PORT)).text == "ok", (
+        assert keyless_client.get("/", headers=port_headers_with_host(public_sandbox, PORT)).text == "ok", (
             "a policy for outgoing traffic does not change it"
         )
         for port, status in ((AGENT_PORT, 401), (49999, 403)):
-            assert keyless_client.get("/echo", headers=port_headers_with_host(public, port)).status_code == status
+            assert (
+                keyless_client.get("/echo", headers=port_headers_with_host(public_sandbox, port)).status_code == status
+            )
         fork = api.post(f"/sandboxes/{ref}/clone", json={"count": 1}).json()["sandboxes"][0]
         assert keyless_client.get("/", headers=port_headers_with_host(fork, PORT)).status_code == 403, (
             "forks do not inherit public ports"
         )
         assert api.put(f"/sandboxes/{ref}/network", json={"allowPublicTraffic": False}).status_code == 204
-        assert keyless_client.get("/", headers=port_headers_with_host(public, PORT)).status_code == 403
+        assert keyless_client.get("/", headers=port_headers_with_host(public_sandbox, PORT)).status_code == 403
     for invalid in ("yes", 1, "true"):
         assert api.post("/sandboxes", json={"templateID": "base", "network": {"allowPublicTraffic": invalid}}).is_error
 
@@ -185,24 +190,26 @@ def test_the_e2b_client_raises_the_expected_errors(
         "sandbox_url": memory_gateway.url,
         "retries": 0,
     }
-    box = e2b.Sandbox.create(template="base", **options)
-    assert box.is_running()
-    box.pause()
-    assert not box.is_running()
+    e2b_sandbox = e2b.Sandbox.create(template="base", **options)
+    assert e2b_sandbox.is_running()
+    e2b_sandbox.pause()
+    assert not e2b_sandbox.is_running()
     with pytest.raises(e2b.exceptions.SandboxNotRunningException, match="is paused: resume it first"):
-        box.commands.run("true")
-    box = e2b.Sandbox.connect(box.sandbox_id, **options)
-    assert box.is_running()
+        e2b_sandbox.commands.run("true")
+    e2b_sandbox = e2b.Sandbox.connect(e2b_sandbox.sandbox_id, **options)
+    assert e2b_sandbox.is_running()
     # The agent stops, but the machine keeps running.
-    asyncio.run_coroutine_threadsafe(memory_gateway.machine(box.sandbox_id).stop(), memory_gateway.loop).result(30)
+    asyncio.run_coroutine_threadsafe(memory_gateway.machine(e2b_sandbox.sandbox_id).stop(), memory_gateway.loop).result(
+        30
+    )
     with pytest.raises(e2b.exceptions.SandboxUnreachableException, match="port is not open"):
-        box.files.read("/etc/hostname")
-    box.kill()
-    assert not box.is_running()
+        e2b_sandbox.files.read("/etc/hostname")
+    e2b_sandbox.kill()
+    assert not e2b_sandbox.is_running()
     with pytest.raises(e2b.exceptions.SandboxNotRunningException, match="was not found"):
-        box.commands.run("true")
+        e2b_sandbox.commands.run("true")
     with pytest.raises(e2b.exceptions.SandboxNotRunningException, match="was not found"):
-        box.files.read("/etc/hostname")
+        e2b_sandbox.files.read("/etc/hostname")
 
 
 @pytest.mark.parametrize("ending", ["kill", "rollback"])
@@ -215,9 +222,9 @@ def test_the_e2b_client_reports_a_machine_that_ends_during_a_stream(
         "sandbox_url": memory_gateway.url,
         "retries": 0,
     }
-    box = e2b.Sandbox.create(template="base", **options)
-    sandbox = api.get(f"/sandboxes/{box.sandbox_id}").json()
-    api.post(f"/sandboxes/{box.sandbox_id}/snapshots", json={"name": "s1"})
+    e2b_sandbox = e2b.Sandbox.create(template="base", **options)
+    sandbox = api.get(f"/sandboxes/{e2b_sandbox.sandbox_id}").json()
+    api.post(f"/sandboxes/{e2b_sandbox.sandbox_id}/snapshots", json={"name": "s1"})
     start_frame = memory_host._encode_frame(0, {"event": {"start": {"pid": 7}}})
     response_head = b"HTTP/1.1 200 OK\r\nContent-Type: application/connect+json\r\nTransfer-Encoding: chunked\r\n\r\n"
 
@@ -231,19 +238,21 @@ def test_the_e2b_client_reports_a_machine_that_ends_during_a_stream(
         port=AGENT_PORT,
         then=hold_connection,
     ):
-        command = box.commands.run("sleep 100", background=True)
+        command = e2b_sandbox.commands.run("sleep 100", background=True)
         assert command.pid == 7
         if ending == "kill":
-            assert box.kill()
+            assert e2b_sandbox.kill()
         else:
-            assert api.post(f"/sandboxes/{box.sandbox_id}/rollback", json={"snapshotID": "s1"}).status_code == 200
+            assert (
+                api.post(f"/sandboxes/{e2b_sandbox.sandbox_id}/rollback", json={"snapshotID": "s1"}).status_code == 200
+            )
         expected_errors = {
             "kill": e2b.exceptions.SandboxNotRunningException,
             "rollback": e2b.exceptions.SandboxUnreachableException,
         }
         with pytest.raises(expected_errors[ending]):
             command.wait()
-    assert box.is_running() == (ending == "rollback"), "the same client object still works"
+    assert e2b_sandbox.is_running() == (ending == "rollback"), "the same client object still works"
 
 
 # --- signed URLs -----------------------------------------------------------------------------------------------------
@@ -281,21 +290,21 @@ def test_a_signed_path_is_forwarded_unchanged(path: str, user: str | None) -> No
 
 
 def test_invalid_signatures_are_refused() -> None:
-    valid = sign_query("read", "/a", "bob")
-    assert verify(valid) is not None
-    signature = valid["signature"]
-    text = urlencode(valid, quote_via=quote)
+    valid_fields = sign_query("read", "/a", "bob")
+    assert verify(valid_fields) is not None
+    signature = valid_fields["signature"]
+    text = urlencode(valid_fields, quote_via=quote)
     for invalid in (
-        valid | {"path": "/b"},
-        valid | {"username": "root"},
-        {name: value for name, value in valid.items() if name != "username"},
-        {name: value for name, value in valid.items() if name != "path"},
-        {name: value for name, value in valid.items() if name != "signature"},
-        valid | {"signature": ""},
-        valid | {"signature": signature[:-1]},
-        valid | {"signature": signature.removeprefix("v1_")},
-        valid | {"signature": "é"},
-        valid | {"signature_expiration": str(NOW + 60)},
+        valid_fields | {"path": "/b"},
+        valid_fields | {"username": "root"},
+        {name: value for name, value in valid_fields.items() if name != "username"},
+        {name: value for name, value in valid_fields.items() if name != "path"},
+        {name: value for name, value in valid_fields.items() if name != "signature"},
+        valid_fields | {"signature": ""},
+        valid_fields | {"signature": signature[:-1]},
+        valid_fields | {"signature": signature.removeprefix("v1_")},
+        valid_fields | {"signature": "é"},
+        valid_fields | {"signature_expiration": str(NOW + 60)},
         sign_query("read", "/a", "bob", token="6" * 64),
         # A second value, which another parser might prefer.
         text + "&path=/b",
@@ -309,7 +318,7 @@ def test_invalid_signatures_are_refused() -> None:
     ):
         assert verify(invalid) is None, invalid
     for method in ("PUT", "DELETE", "HEAD", "OPTIONS"):
-        assert verify(valid, method) is None
+        assert verify(valid_fields, method) is None
     # Moving parts of the path into the user's name does not change the signed text.
     signed_fields = sign_query("read", "/a:write:root", None)
     assert verify({"path": "/a", "username": "root:read:", "signature": signed_fields["signature"]}, "POST") is None
@@ -317,30 +326,30 @@ def test_invalid_signatures_are_refused() -> None:
 
 
 def test_expired_signatures_are_refused() -> None:
-    valid = sign_query(seconds=60)
-    expiration = int(valid["signature_expiration"])
-    assert verify(valid, now=expiration) is not None
+    valid_fields = sign_query(seconds=60)
+    expiration = int(valid_fields["signature_expiration"])
+    assert verify(valid_fields, now=expiration) is not None
     with pytest.raises(Unauthorized, match="has expired"):
-        verify(valid, now=expiration + 1)
-    extended = {**valid, "signature_expiration": str(expiration + 1)}
-    unlimited = {name: value for name, value in valid.items() if name != "signature_expiration"}
+        verify(valid_fields, now=expiration + 1)
+    extended_fields = {**valid_fields, "signature_expiration": str(expiration + 1)}
+    unlimited_fields = {name: value for name, value in valid_fields.items() if name != "signature_expiration"}
     for invalid in (
-        extended,
-        unlimited,
-        {**valid, "signature_expiration": "-1"},
-        {**valid, "signature_expiration": f"+{expiration}"},
+        extended_fields,
+        unlimited_fields,
+        {**valid_fields, "signature_expiration": "-1"},
+        {**valid_fields, "signature_expiration": f"+{expiration}"},
     ):
         assert verify(invalid, now=expiration + 1) is None
-    assert verify({**valid, "signature_expiration": "9" * 5000}) is None
+    assert verify({**valid_fields, "signature_expiration": "9" * 5000}) is None
 
 
 def test_signed_urls_are_accepted_over_http(
     memory_gateway: MemoryGateway, api: httpx.Client, keyless_client: httpx.Client
 ) -> None:
     sandbox = create_sandbox(api, name="one")
-    box = e2b.Sandbox.connect("one", api_key=ADMIN_KEY, api_url=memory_gateway.url, domain="sandbox.local")
-    urls = [httpx.URL(box.download_url("/a b/ü", user="bob")), httpx.URL(box.download_url("/x"))]
-    upload = httpx.URL(box.upload_url("/x", use_signature_expiration=60))
+    e2b_sandbox = e2b.Sandbox.connect("one", api_key=ADMIN_KEY, api_url=memory_gateway.url, domain="sandbox.local")
+    urls = [httpx.URL(e2b_sandbox.download_url("/a b/ü", user="bob")), httpx.URL(e2b_sandbox.download_url("/x"))]
+    upload = httpx.URL(e2b_sandbox.upload_url("/x", use_signature_expiration=60))
     assert all(url.host == host(sandbox) for url in (*urls, upload))
     host_headers = {"Host": host(sandbox)}
     with raw_service(memory_gateway, sandbox, port=AGENT_PORT) as agent:
@@ -358,20 +367,23 @@ def test_signed_urls_are_accepted_over_http(
         assert keyless_client.post(upload.raw_path.decode(), headers=host_headers, files={"file": b"new"}).text == "ok"
         assert agent.request_target() == "/files?path=%2Fx" and b"new" in agent.bodies[-1]
         request_count = len(agent.heads)
-        read, write = urls[1].query.decode(), upload.query.decode()
+        read_query, write_query = urls[1].query.decode(), upload.query.decode()
         for method, path in (
-            ("POST", f"/files?{read}"),
-            ("GET", f"/files?{write}"),
-            ("GET", f"/files/?{read}"),
-            ("GET", f"/%66iles?{read}"),
-            ("GET", f"/health?{read}"),
-            ("GET", f"/files?{read}&path=/etc/shadow"),
+            ("POST", f"/files?{read_query}"),
+            ("GET", f"/files?{write_query}"),
+            ("GET", f"/files/?{read_query}"),
+            ("GET", f"/%66iles?{read_query}"),
+            ("GET", f"/health?{read_query}"),
+            ("GET", f"/files?{read_query}&path=/etc/shadow"),
             ("GET", "/files?path=/x"),
         ):
             assert keyless_client.request(method, path, headers=host_headers).status_code == 401, path
         other = create_sandbox(api)
-        assert keyless_client.get(f"/files?{read}", headers=port_headers_with_host(other)).status_code == 401
-        assert keyless_client.get(f"/files?{read}", headers=port_headers_with_host(sandbox, 49999)).status_code == 403
+        assert keyless_client.get(f"/files?{read_query}", headers=port_headers_with_host(other)).status_code == 401
+        assert (
+            keyless_client.get(f"/files?{read_query}", headers=port_headers_with_host(sandbox, 49999)).status_code
+            == 403
+        )
         expired_signature = get_signature("/x", "read", None, sandbox["envdAccessToken"], -10)
         expired_query = urlencode(
             {
@@ -385,7 +397,7 @@ def test_signed_urls_are_accepted_over_http(
         assert len(agent.heads) == request_count
         assert expired_signature["expiration"] is not None and expired_signature["expiration"] < time.time()
     api.delete("/sandboxes/one")
-    response = keyless_client.get(f"/files?{read}", headers=host_headers)
+    response = keyless_client.get(f"/files?{read_query}", headers=host_headers)
     assert response.status_code == 502 and "was not found" in response.json()["message"]
 
 
@@ -395,14 +407,14 @@ def test_signed_urls_with_the_gateways_address_are_accepted(
     """With `E2B_SANDBOX_URL`, as documented, only the signature of the URL names the sandbox."""
     sandboxes = [create_sandbox(api, name=name) for name in ("one", "two", "three")]
     options = {"api_key": ADMIN_KEY, "api_url": memory_gateway.url, "sandbox_url": memory_gateway.url}
-    box = e2b.Sandbox.connect("two", **options)
+    e2b_sandbox = e2b.Sandbox.connect("two", **options)
     with contextlib.ExitStack() as stack:
         first, second, third = (
             stack.enter_context(raw_service(memory_gateway, each, port=AGENT_PORT)) for each in sandboxes
         )
         for url, target in (
-            (box.download_url("/a b/ü", user="bob"), "/files?path=%2Fa%20b%2F%C3%BC&username=bob"),
-            (box.download_url("/x", use_signature_expiration=60), "/files?path=%2Fx"),
+            (e2b_sandbox.download_url("/a b/ü", user="bob"), "/files?path=%2Fa%20b%2F%C3%BC&username=bob"),
+            (e2b_sandbox.download_url("/x", use_signature_expiration=60), "/files?path=%2Fx"),
         ):
             for headers in ({}, {"Authorization": "Basic cm9vdDo=", "X-Access-Token": "wrong", "X-API-Key": "wrong"}):
                 response = keyless_client.get(url, headers=headers)
@@ -411,28 +423,32 @@ def test_signed_urls_with_the_gateways_address_are_accepted(
                 assert second.request_headers()["x-access-token"] == sandboxes[1]["envdAccessToken"]
                 assert response.headers["content-security-policy"] == "sandbox", "a browser must not run the file"
                 assert response.headers["x-content-type-options"] == "nosniff"
-        upload = box.upload_url("/x")
-        assert keyless_client.post(upload, files={"file": b"new"}).text == "ok" and b"new" in second.bodies[-1]
-        count = len(second.heads)
-        read = box.download_url("/x")
+        upload_url = e2b_sandbox.upload_url("/x")
+        assert keyless_client.post(upload_url, files={"file": b"new"}).text == "ok" and b"new" in second.bodies[-1]
+        request_count = len(second.heads)
+        read_url = e2b_sandbox.download_url("/x")
         for method, url in (
-            ("POST", read),
-            ("GET", upload),
-            ("GET", read.replace("/files", "/files/")),
-            ("GET", read.replace("/files", "/%66iles")),
-            ("GET", f"{read}&path=/etc/shadow"),
-            ("GET", read.replace("path=%2Fx", "path=%2Fy")),
-            ("GET", f"{read}&username=bob"),
-            ("HEAD", read),
+            ("POST", read_url),
+            ("GET", upload_url),
+            ("GET", read_url.replace("/files", "/files/")),
+            ("GET", read_url.replace("/files", "/%66iles")),
+            ("GET", f"{read_url}&path=/etc/shadow"),
+            ("GET", read_url.replace("path=%2Fx", "path=%2Fy")),
+            ("GET", f"{read_url}&username=bob"),
+            ("HEAD", read_url),
         ):
             assert keyless_client.request(method, url).status_code == 401, (method, url)
-        expired = get_signature("/x", "read", None, sandboxes[1]["envdAccessToken"], -10)
-        query = {"path": "/x", "signature": expired["signature"], "signature_expiration": str(expired["expiration"])}
+        expired_signature = get_signature("/x", "read", None, sandboxes[1]["envdAccessToken"], -10)
+        query = {
+            "path": "/x",
+            "signature": expired_signature["signature"],
+            "signature_expiration": str(expired_signature["expiration"]),
+        }
         response = keyless_client.get("/files", params=query)
         assert response.status_code == 401 and "has expired" in response.json()["message"]
-        assert len(second.heads) == count and first.heads == third.heads == []
+        assert len(second.heads) == request_count and first.heads == third.heads == []
     api.delete("/sandboxes/two")
-    response = keyless_client.get(read)
+    response = keyless_client.get(read_url)
     assert response.status_code == 401 and "was removed: create a new URL" in response.json()["message"]
 
 
@@ -465,9 +481,9 @@ def test_the_sandbox_that_signed_a_url_is_found_quickly() -> None:
         return url
 
     assert signers.find(parse(secret.derive(ids[-1]))) == f"record of {ids[-1]}"
-    wrong = [parse(f"{number:064x}") for number in range(10)]
+    unknown_urls = [parse(f"{number:064x}") for number in range(10)]
     started_at = time.process_time()
-    assert [signers.find(url) for url in wrong] == [None] * 10
+    assert [signers.find(url) for url in unknown_urls] == [None] * 10
     assert time.process_time() - started_at < 0.2
     del engine.index.sandboxes[ids[-1]]
     assert signers.find(parse(secret.derive(ids[-1]))) is None, "a removed sandbox is not found in the cache"

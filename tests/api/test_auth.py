@@ -31,7 +31,7 @@ def test_a_key_file_is_parsed(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("text", "words"),
     [
-        ("ci exec", "three words"),
+        ("ci exec", "2 words instead of 3"),
         (f"ci root {KEY}", "read, exec or admin"),
         (f"c/i exec {KEY}", "not allowed"),
         ("ci exec short", "at least 16"),
@@ -87,19 +87,25 @@ def test_requests_without_a_valid_key_are_refused(memory_gateway: MemoryGateway)
 
 def test_health_describes_the_host_only_to_callers_with_a_key(memory_gateway: MemoryGateway) -> None:
     with memory_gateway.client("") as keyless, memory_gateway.client(READ_KEY) as reader:
-        public = {"status", "sandboxes", "version", "backend"}
-        assert keyless.get("/health").json().keys() == public
+        public_fields = {"status", "sandboxes", "version", "backend"}
+        assert keyless.get("/health").json().keys() == public_fields
         wrong_key = {"X-API-Key": "wrong-key-0123456789"}
-        assert keyless.get("/health", headers=wrong_key).json().keys() == public
-        detailed = reader.get("/health").json()
-        assert detailed.keys() == public | {"room"}
-        assert detailed["room"]["diskTotalBytes"] == memory_gateway.host.available.disk_total
+        assert keyless.get("/health", headers=wrong_key).json().keys() == public_fields
+        detailed_health = reader.get("/health").json()
+        assert detailed_health.keys() == public_fields | {"room"}
+        assert detailed_health["room"]["diskTotalBytes"] == memory_gateway.host.available.disk_total
 
 
 def test_headers_cannot_make_a_caller_local(memory_gateway: MemoryGateway) -> None:
-    spoofs = {"X-Forwarded-For": "unix", "X-Real-Ip": "", "Forwarded": "for=unix", "Host": "gateway", "X-Local": "1"}
+    spoofed_headers = {
+        "X-Forwarded-For": "unix",
+        "X-Real-Ip": "",
+        "Forwarded": "for=unix",
+        "Host": "gateway",
+        "X-Local": "1",
+    }
     with memory_gateway.client("") as keyless:
-        assert keyless.get("/sandboxes", headers=spoofs).status_code == 401
+        assert keyless.get("/sandboxes", headers=spoofed_headers).status_code == 401
 
 
 def test_requests_need_a_key_of_sufficient_scope(memory_gateway: MemoryGateway) -> None:

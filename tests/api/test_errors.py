@@ -111,12 +111,12 @@ def test_an_internal_error_has_an_incident_id_and_no_traceback(
     def fail_unexpectedly() -> list[Any]:
         raise ZeroDivisionError("secret detail")
 
-    original = memory_gateway.engine.sandboxes.list
+    original_list = memory_gateway.engine.sandboxes.list
     memory_gateway.engine.sandboxes.list = fail_unexpectedly  # type: ignore[method-assign]
     try:
         message = check_refused(api.get("/sandboxes"), 500, "internal")
     finally:
-        memory_gateway.engine.sandboxes.list = original  # type: ignore[method-assign]
+        memory_gateway.engine.sandboxes.list = original_list  # type: ignore[method-assign]
     assert "incident" in message and "secret" not in message and "Zero" not in message
 
 

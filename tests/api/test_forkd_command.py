@@ -24,7 +24,7 @@ from tests.support import forkd_command, session
 from tests.support.waiting import eventually
 
 Start = Callable[..., subprocess.Popen[str]]
-_SECONDS = 20
+_TIMEOUT_SECONDS = 20
 
 
 @pytest.fixture
@@ -57,7 +57,7 @@ def start(target: str, tmp_path: Path) -> Iterator[Start]:
     yield start_with
     for process in running:
         process.kill()
-        process.communicate(timeout=_SECONDS)
+        process.communicate(timeout=_TIMEOUT_SECONDS)
 
 
 @pytest.fixture
@@ -80,14 +80,14 @@ def list_sandboxes(api: httpx.Client) -> list[str]:
 def exchange(target: str, request: bytes, *, half_close: bool = True) -> list[dict[str, Any]]:
     """Send ``request``, and return the responses until the peer closes."""
     host, _, port = target.rpartition(":")
-    received = b""
-    with socket.create_connection((host, int(port)), timeout=_SECONDS) as connection:
+    received_bytes = b""
+    with socket.create_connection((host, int(port)), timeout=_TIMEOUT_SECONDS) as connection:
         connection.sendall(request)
         if half_close:
             connection.shutdown(socket.SHUT_WR)
         while piece := connection.recv(1 << 16):
-            received += piece
-    return [json.loads(line) for line in received.splitlines()]
+            received_bytes += piece
+    return [json.loads(line) for line in received_bytes.splitlines()]
 
 
 @contextlib.contextmanager
@@ -145,22 +145,22 @@ def test_the_command_creates_several_sandboxes_over_the_unix_socket(
     monkeypatch.delenv("FORKD_TOKEN")
     process = start("fork", "--tag", "base", "-n", "3", "--settle-secs", "3600")
     assert process.stdout is not None
-    created = [process.stdout.readline().strip() for _ in range(3)]
-    assert sorted(created) == sorted(list_sandboxes(api))
+    sandbox_ids = [process.stdout.readline().strip() for _ in range(3)]
+    assert sorted(sandbox_ids) == sorted(list_sandboxes(api))
     sandbox = forkd.Sandbox(target=target, spawn=False)
     sandbox.commands.run(["write", "k", "v"])
-    assert [memory_gateway.machine(sandbox_id).state for sandbox_id in created] == [{"k": "v"}, {}, {}], (
+    assert [memory_gateway.machine(sandbox_id).state for sandbox_id in sandbox_ids] == [{"k": "v"}, {}, {}], (
         "the port serves the first sandbox"
     )
     process.send_signal(signal.SIGINT)
-    assert process.wait(_SECONDS) == 0 and list_sandboxes(api) == []
+    assert process.wait(_TIMEOUT_SECONDS) == 0 and list_sandboxes(api) == []
     with pytest.raises(ConnectionRefusedError):
         sandbox.ping()
 
 
 def test_the_command_ends_at_the_timeout(api: httpx.Client, target: str) -> None:
     argv = ["forkd", "fork", "--tag", "base", "--settle-secs", "0"]
-    result = subprocess.run(argv, capture_output=True, text=True, timeout=_SECONDS, check=True)
+    result = subprocess.run(argv, capture_output=True, text=True, timeout=_TIMEOUT_SECONDS, check=True)
     assert len(result.stdout.split()) == 1 and list_sandboxes(api) == []
 
 
@@ -171,15 +171,15 @@ def test_the_sandbox_of_a_killed_command_expires(
     time.sleep(2.2)
     assert len(list_sandboxes(api)) == 2, "the leases are renewed"
     process.kill()
-    eventually(lambda: list_sandboxes(api) == [], _SECONDS)
+    eventually(lambda: list_sandboxes(api) == [], _TIMEOUT_SECONDS)
 
 
 def test_the_command_ends_with_its_sandbox(api: httpx.Client, start: Start) -> None:
     process = start("fork", "--tag", "base", "-n", "2", settings=("command.LEASE_SECONDS = 3",))
     assert process.stdout is not None
-    first = process.stdout.readline().strip()
-    api.delete(f"/v1/sandboxes/{first}").raise_for_status()
-    _, errors = process.communicate(timeout=_SECONDS)
+    first_id = process.stdout.readline().strip()
+    api.delete(f"/v1/sandboxes/{first_id}").raise_for_status()
+    _, errors = process.communicate(timeout=_TIMEOUT_SECONDS)
     assert process.returncode == 1 and "not found" in errors and list_sandboxes(api) == []
 
 
@@ -191,7 +191,7 @@ def test_attach_serves_an_existing_sandbox(
     sandbox = forkd.Sandbox(target=target, spawn=False)
     assert sandbox.eval("6 * 7") == "42"
     process.terminate()
-    assert process.wait(_SECONDS) == 0 and list_sandboxes(api) == [sandbox_id]
+    assert process.wait(_TIMEOUT_SECONDS) == 0 and list_sandboxes(api) == [sandbox_id]
 
 
 def test_startup_errors_are_reported(
@@ -201,31 +201,31 @@ def test_startup_errors_are_reported(
     read_error: Callable[..., str],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    fork = ("fork", "--tag", "base")
+    fork_args = ("fork", "--tag", "base")
     assert "'gone' not found" in read_error("attach", "gone")
     with socket.create_server(("127.0.0.1", int(target.rpartition(":")[2]))):
-        assert "listens on" in read_error(*fork)
-    local = "set FORKD_TARGET=127.0.0.1:8888"
-    assert f"not an address of this machine: {local}" in read_error(*fork, "--listen", "192.0.2.1:8888")
-    assert "no authentication" in read_error(*fork, "--listen", f"0.0.0.0:{session.free_port()}")
-    assert "HOST:PORT" in read_error(*fork, "--listen", "8888")
+        assert "listens on" in read_error(*fork_args)
+    address_hint = "set FORKD_TARGET=127.0.0.1:8888"
+    assert f"not an address of this machine: {address_hint}" in read_error(*fork_args, "--listen", "192.0.2.1:8888")
+    assert "no authentication" in read_error(*fork_args, "--listen", f"0.0.0.0:{session.free_port()}")
+    assert "HOST:PORT" in read_error(*fork_args, "--listen", "8888")
     monkeypatch.setenv("FORKD_TOKEN", READ_KEY)
-    assert "needs a key with scope admin" in read_error(*fork)
+    assert "needs a key with scope admin" in read_error(*fork_args)
     monkeypatch.setenv("FORKD_TOKEN", "nonsense-0123456789")
-    assert "set FORKD_TOKEN" in read_error(*fork)
+    assert "set FORKD_TOKEN" in read_error(*fork_args)
     monkeypatch.setenv("FORKD_URL", f"http://127.0.0.1:{session.free_port()}")
-    assert "cannot be reached" in read_error(*fork)
+    assert "cannot be reached" in read_error(*fork_args)
     monkeypatch.setenv("FORKD_URL", "unix:///nowhere/gateway.sock")
-    assert "cannot be reached" in read_error(*fork)
+    assert "cannot be reached" in read_error(*fork_args)
     with other_server() as url:
         monkeypatch.setenv("FORKD_URL", url)
-        assert "is not a gateway" in read_error(*fork)
+        assert "is not a gateway" in read_error(*fork_args)
     monkeypatch.setenv("FORKD_URL", "ftp://gateway")
-    assert "not a gateway's address" in read_error(*fork)
+    assert "not a valid gateway address" in read_error(*fork_args)
     assert list_sandboxes(api) == []
 
 
-def test_all_addresses_are_allowed_on_request(api: httpx.Client, start: Start, target: str) -> None:
+def test_the_option_remote_allows_all_addresses(api: httpx.Client, start: Start, target: str) -> None:
     start("fork", "--tag", "base", "--remote", "--listen", f"0.0.0.0:{target.rpartition(':')[2]}")
     assert forkd.Sandbox(target=target, spawn=False).ping()["pong"] is True
 
@@ -256,7 +256,7 @@ def test_misbehaving_clients_do_not_affect_others(api: httpx.Client, start: Star
         (b"{}\n", "unknown action"),
         (b'{"action": "exec", "args": ["x"], "timeout": NaN}\n', "NaN"),
         (b'{"action": "exec", "args": ["x"], "timeout": -1}\n', "timeout_secs"),
-        (b'{"action": "exec", "args": ["\\ud800"]}\n', "invalid request"),
+        (b'{"action": "exec", "args": ["\\ud800"]}\n', "the request to"),
         (b'{"action": "exec"}\n', "args"),
         (b'{"action": "eval"}\n', "code"),
     ):
@@ -265,10 +265,10 @@ def test_misbehaving_clients_do_not_affect_others(api: httpx.Client, start: Star
     assert exchange(target, b"") == []
     assert [pong["pong"] for pong in exchange(target, b'{"action": "ping"}\n' * 3)] == [True] * 3
     host, _, port = target.rpartition(":")
-    with pytest.raises(OSError), socket.create_connection((host, int(port)), timeout=_SECONDS) as connection:
+    with pytest.raises(OSError), socket.create_connection((host, int(port)), timeout=_TIMEOUT_SECONDS) as connection:
         for _ in range(100):
             connection.sendall(b"x" * (1 << 20))
-    idle_connections = [socket.create_connection((host, int(port)), timeout=_SECONDS) for _ in range(4)]
+    idle_connections = [socket.create_connection((host, int(port)), timeout=_TIMEOUT_SECONDS) for _ in range(4)]
     try:
         idle_connections[0].sendall(b'{"action"')
         assert "connections is reached" in exchange(target, b"")[0]["error"]

@@ -29,28 +29,28 @@ def test_forks_are_kept_ready_and_claimed(api: httpx.Client, snapshot: str) -> N
     wait_until_ready(api, snapshot, 2)
     metrics = api.get("/metrics").text
     assert 'sandbox_gateway_prewarmed_forks{state="ready"} 2.0' in metrics
-    claims = _claims(metrics)
+    claims_before = _count_claims(metrics)
     assert api.post(f"/snapshots/{snapshot}/fork", json={"name": "claimed"}).status_code == 201
-    assert _claims(api.get("/metrics").text) == claims + 1
+    assert _count_claims(api.get("/metrics").text) == claims_before + 1
     wait_until_ready(api, snapshot, 2)
     assert [each["name"] for each in api.get("/sandboxes").json()] == ["one", "claimed"], "a fork is not a sandbox yet"
     assert api.post(f"/snapshots/{snapshot}/prewarm", json={"count": 0}).json()["target"] == 0
     wait_until_ready(api, snapshot, 0)
 
 
-def _claims(metrics: str) -> float:
+def _count_claims(metrics: str) -> float:
     (line,) = (
         line for line in metrics.splitlines() if line.startswith('sandbox_gateway_starts_total{how="prewarmed"} ')
     )
     return float(line.split()[1])
 
 
-def test_a_capture_can_ask_for_ready_forks(api: httpx.Client, sandbox: dict[str, Any]) -> None:
-    place = f"/sandboxes/{sandbox['sandboxID']}/snapshots"
-    assert api.post(place, json={"name": "warm", "prewarm": 1}).json()["prewarm"]["target"] == 1
+def test_a_capture_can_request_prewarmed_forks(api: httpx.Client, sandbox: dict[str, Any]) -> None:
+    route = f"/sandboxes/{sandbox['sandboxID']}/snapshots"
+    assert api.post(route, json={"name": "warm", "prewarm": 1}).json()["prewarm"]["target"] == 1
     wait_until_ready(api, "warm", 1)
-    refused = api.post(place, json={"name": "cold", "prewarm": 1, "memory": "none"})
-    assert (refused.status_code, refused.json()["kind"]) == (400, "unsupported"), refused.text
+    refusal = api.post(route, json={"name": "cold", "prewarm": 1, "memory": "none"})
+    assert (refusal.status_code, refusal.json()["kind"]) == (400, "unsupported"), refusal.text
     assert [each["names"] for each in api.get("/snapshots").json()] == [["warm"]]
     api.post("/snapshots/warm/prewarm", json={"count": 0})
     wait_until_ready(api, "warm", 0)
@@ -73,15 +73,15 @@ def test_a_missing_snapshot_is_not_found(api: httpx.Client) -> None:
     assert api.post("/snapshots/none/prewarm", json={"count": 1}).status_code == 404
 
 
-def test_a_build_can_ask_for_ready_forks(api: httpx.Client) -> None:
+def test_a_build_can_request_prewarmed_forks(api: httpx.Client) -> None:
     build = api.post("/templates", json={"name": "warm", "setup": ["touch /warm"], "prewarm": 1})
     assert build.status_code == 202, build.text
     eventually(lambda: api.get("/templates/warm").json().get("prewarm") == {"target": 1, "ready": 1})
     assert "prewarm" not in api.get("/templates/warm").json()["recipe"]
-    again = {"name": "warm", "setup": ["touch /warm"]}
-    assert api.post("/templates", json=again).status_code == 200
+    recipe = {"name": "warm", "setup": ["touch /warm"]}
+    assert api.post("/templates", json=recipe).status_code == 200
     assert api.get("/templates/warm").json()["prewarm"]["target"] == 1, "an absent count changes nothing"
-    assert api.post("/templates", json={**again, "prewarm": 0}).status_code == 200
+    assert api.post("/templates", json={**recipe, "prewarm": 0}).status_code == 200
     eventually(lambda: api.get("/templates/warm").json()["prewarm"] == {"target": 0, "ready": 0})
     api.delete("/templates/warm")
 
@@ -97,7 +97,7 @@ def test_metrics_count_how_machines_were_started(api: httpx.Client, snapshot: st
         lines = [line for line in api.get("/metrics").text.splitlines() if line.startswith("sandbox_gateway_starts_")]
         return {how: float(line.split()[1]) for line in lines for how in ("prewarmed", "memory", "boot") if how in line}
 
-    before = starts()
+    starts_before = starts()
     api.post(f"/snapshots/{snapshot}/fork", json={})
     api.post(f"/snapshots/{snapshot}/fork", json={"coldStart": True})
     api.post(f"/snapshots/{snapshot}/prewarm", json={"count": 1})
@@ -105,4 +105,8 @@ def test_metrics_count_how_machines_were_started(api: httpx.Client, snapshot: st
     api.post(f"/snapshots/{snapshot}/fork", json={})
     api.post(f"/snapshots/{snapshot}/prewarm", json={"count": 0})
     wait_until_ready(api, snapshot, 0)
-    assert {how: count - before[how] for how, count in starts().items()} == {"prewarmed": 1, "memory": 1, "boot": 1}
+    assert {how: count - starts_before[how] for how, count in starts().items()} == {
+        "prewarmed": 1,
+        "memory": 1,
+        "boot": 1,
+    }

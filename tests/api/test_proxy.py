@@ -42,9 +42,9 @@ def test_a_request_is_forwarded_unchanged(api: httpx.Client, sandbox: dict[str, 
     response = api.post("/echo/a%2Fb//c?x=1&y=%20z", content=b"hello", headers=addressed(sandbox, **client_headers))
     assert response.status_code == 201 and response.headers["x-inside"] == "yes"
     assert "keep-alive" not in response.headers
-    echoed = response.json()
-    assert echoed["target"] == "/echo/a%2Fb//c?x=1&y=%20z" and echoed["body"] == "hello"
-    headers = echoed["headers"]
+    echoed_request = response.json()
+    assert echoed_request["target"] == "/echo/a%2Fb//c?x=1&y=%20z" and echoed_request["body"] == "hello"
+    headers = echoed_request["headers"]
     assert headers["x-own"] == "1" and headers["content-length"] == "5" and "keep-alive" not in headers
     assert headers["x-access-token"] == sandbox["envdAccessToken"]
     assert headers["host"] == (host(sandbox) if addressed is port_headers_with_host else f"localhost:{AGENT_PORT}")
@@ -63,20 +63,20 @@ def test_host_headers_may_contain_ports_and_capitals(api: httpx.Client, sandbox:
 def test_keys_are_not_forwarded(memory_gateway: MemoryGateway, sandbox: dict[str, Any]) -> None:
     with memory_gateway.client("") as client:
         for header in ({"X-API-Key": EXEC_KEY}, {"Authorization": f"Bearer {EXEC_KEY}"}):
-            echoed = client.get("/echo", headers=port_headers(sandbox, **header)).json()
-            assert EXEC_KEY not in str(echoed)
+            echoed_request = client.get("/echo", headers=port_headers(sandbox, **header)).json()
+            assert EXEC_KEY not in str(echoed_request)
         key_and_bearer = {"X-API-Key": EXEC_KEY, "Authorization": "Bearer the-services-own"}
-        forwarded = client.get("/echo", headers=port_headers(sandbox, **key_and_bearer)).json()["headers"]
+        forwarded_headers = client.get("/echo", headers=port_headers(sandbox, **key_and_bearer)).json()["headers"]
         repeated_headers = [
             *port_headers(sandbox).items(),
             ("Authorization", "Bearer other"),
             ("Authorization", f"Bearer {EXEC_KEY}"),
         ]
         assert EXEC_KEY not in client.get("/echo", headers=[*repeated_headers, ("X-API-Key", EXEC_KEY)]).text
-        assert forwarded["authorization"] == "Bearer the-services-own" and "x-api-key" not in forwarded
-        basic = {"X-API-Key": EXEC_KEY, "Authorization": "Basic dXNlcjo="}
+        assert forwarded_headers["authorization"] == "Bearer the-services-own" and "x-api-key" not in forwarded_headers
+        key_and_basic = {"X-API-Key": EXEC_KEY, "Authorization": "Basic dXNlcjo="}
         assert (
-            client.get("/echo", headers=port_headers(sandbox, **basic)).json()["headers"]["authorization"]
+            client.get("/echo", headers=port_headers(sandbox, **key_and_basic)).json()["headers"]["authorization"]
             == "Basic dXNlcjo="
         )
 
@@ -139,8 +139,8 @@ def test_a_large_body_is_forwarded(memory_gateway: MemoryGateway, api: httpx.Cli
         for _ in range(80):
             yield b"x" * 100_000
 
-    echoed = api.post("/echo", content=chunks(), headers=port_headers(sandbox)).json()
-    assert echoed["length"] == 8_000_000 and echoed["headers"]["transfer-encoding"] == "chunked"
+    echoed_request = api.post("/echo", content=chunks(), headers=port_headers(sandbox)).json()
+    assert echoed_request["length"] == 8_000_000 and echoed_request["headers"]["transfer-encoding"] == "chunked"
 
 
 def test_a_response_is_streamed_until_the_client_disconnects(
@@ -219,12 +219,12 @@ def test_ambiguous_requests_are_refused(memory_gateway: MemoryGateway, sandbox: 
         ):
             with raw_connection(memory_gateway, request) as connection:
                 assert read_status(connection)[0] == status, request
-        smuggled = chunk + request_head("GET /hidden", sandbox_host, KEY)
+        smuggled_request = chunk + request_head("GET /hidden", sandbox_host, KEY)
         for host_line in (sandbox_host, "Host: gateway"):
             ambiguous_head = request_head(
-                "POST /", host_line, KEY, f"Content-Length: {len(smuggled)}", "Transfer-Encoding: chunked"
+                "POST /", host_line, KEY, f"Content-Length: {len(smuggled_request)}", "Transfer-Encoding: chunked"
             )
-            with raw_connection(memory_gateway, ambiguous_head + smuggled) as connection:
+            with raw_connection(memory_gateway, ambiguous_head + smuggled_request) as connection:
                 assert read_status(connection)[0] == 400
                 assert connection.recv(4096) == b"", "the gateway reads nothing after an ambiguous request"
         assert not service.heads
@@ -322,17 +322,19 @@ def test_chunks_are_forwarded_as_they_arrive(memory_gateway: MemoryGateway, sand
             connection.sendall(piece)
             time.sleep(0.05)
         connection.sendall(b"0\r\nX-Sum: 1\r\n\r\n")
-        received = b""
-        while b"one" not in received:
-            received += connection.recv(4096)
+        received_bytes = b""
+        while b"one" not in received_bytes:
+            received_bytes += connection.recv(4096)
         assert (
-            service.bodies == [b"sentlater"] and "trailer" not in service.request_headers() and b"two" not in received
+            service.bodies == [b"sentlater"]
+            and "trailer" not in service.request_headers()
+            and b"two" not in received_bytes
         )
         send_rest.set()
         connection.settimeout(10)
-        while not received.endswith(b"0\r\n\r\n"):
-            received += connection.recv(4096)
-        assert b"two" in received and b"Trailer" not in received
+        while not received_bytes.endswith(b"0\r\n\r\n"):
+            received_bytes += connection.recv(4096)
+        assert b"two" in received_bytes and b"Trailer" not in received_bytes
 
 
 def test_a_slow_reader_slows_the_service(memory_gateway: MemoryGateway, sandbox: dict[str, Any]) -> None:
@@ -345,8 +347,8 @@ def test_a_slow_reader_slows_the_service(memory_gateway: MemoryGateway, sandbox:
             await writer.drain()
             sent_bytes += len(piece)
 
-    endless = b"HTTP/1.1 200 OK\r\nContent-Length: 1000000000000\r\n\r\n"
-    with raw_service(memory_gateway, sandbox, endless, then=flood) as service:
+    endless_response = b"HTTP/1.1 200 OK\r\nContent-Length: 1000000000000\r\n\r\n"
+    with raw_service(memory_gateway, sandbox, endless_response, then=flood) as service:
         with raw_connection(memory_gateway, request_head("GET /", f"Host: {host(sandbox, PORT)}", KEY)) as connection:
             previous_bytes = -1
             while sent_bytes != previous_bytes:
@@ -459,9 +461,9 @@ def test_the_number_of_concurrent_requests_is_limited(tmp_path: Path) -> None:
             streams = [api.stream("GET", "/stream", headers=port_headers(first_sandbox)) for _ in range(2)]
             for stream in streams:
                 stream.__enter__()
-            busy = api.get("/echo", headers=port_headers(first_sandbox))
-            assert busy.status_code == 429 and int(busy.headers["retry-after"]) > 0
-            assert "limits.connections" in busy.json()["message"]
+            busy_response = api.get("/echo", headers=port_headers(first_sandbox))
+            assert busy_response.status_code == 429 and int(busy_response.headers["retry-after"]) > 0
+            assert "limits.connections" in busy_response.json()["message"]
             assert api.get("/echo", headers=port_headers(second_sandbox)).status_code == 201, (
                 "the limit applies to each sandbox"
             )
@@ -608,5 +610,5 @@ def _make_request(port: int) -> proxy.ServiceRequest:
 
 def _open_connections(port: int) -> int:
     """Return the number of connections to ``port`` that any process still has open."""
-    rows = [line.split() for line in Path("/proc/self/net/tcp").read_text().splitlines()[1:]]
-    return sum(row[2].endswith(f":{port:04X}") and row[9] != "0" for row in rows)
+    table_rows = [line.split() for line in Path("/proc/self/net/tcp").read_text().splitlines()[1:]]
+    return sum(row[2].endswith(f":{port:04X}") and row[9] != "0" for row in table_rows)

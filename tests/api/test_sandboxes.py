@@ -101,12 +101,12 @@ def test_unsupported_options_are_refused(api: httpx.Client, body: dict[str, Any]
 def test_a_failed_removal_does_not_block_others(
     memory_gateway: MemoryGateway, api: httpx.Client, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    expire = memory_gateway.engine.sandboxes.expire
+    original_expire = memory_gateway.engine.sandboxes.expire
 
     async def fail_for_one(ref: str) -> None:
         if memory_gateway.engine.sandboxes.get(ref).name == "stuck":
             raise ValueError(ref)
-        await expire(ref)
+        await original_expire(ref)
 
     monkeypatch.setattr(memory_gateway.engine.sandboxes, "expire", fail_for_one)
     create_sandbox(api, name="stuck", timeout=0, autoPause=True)
@@ -218,12 +218,16 @@ def test_connect_resumes_a_sandbox_and_never_shortens_its_lifetime(api: httpx.Cl
 
 
 def test_timeout_name_and_metadata_can_be_changed(api: httpx.Client) -> None:
-    created = create_sandbox(api, name="one", metadata={"a": "1"})
+    created_sandbox = create_sandbox(api, name="one", metadata={"a": "1"})
     assert api.post("/sandboxes/one/timeout", json={"timeout": 100}).status_code == 204
     assert not api.get("/sandboxes/one").json()["endAt"].startswith("9999-")
-    patched = api.patch("/sandboxes/one", json={"name": "uno", "metadata": {"b": "2"}, "timeout": None}).json()
-    assert patched["name"] == "uno" and patched["metadata"] == {"b": "2"} and patched["endAt"].startswith("9999-")
-    assert patched["sandboxID"] == created["sandboxID"]
+    patched_sandbox = api.patch("/sandboxes/one", json={"name": "uno", "metadata": {"b": "2"}, "timeout": None}).json()
+    assert (
+        patched_sandbox["name"] == "uno"
+        and patched_sandbox["metadata"] == {"b": "2"}
+        and patched_sandbox["endAt"].startswith("9999-")
+    )
+    assert patched_sandbox["sandboxID"] == created_sandbox["sandboxID"]
     assert api.patch("/sandboxes/uno", json={}).json()["metadata"] == {"b": "2"}
 
 
@@ -361,7 +365,7 @@ def test_metrics_have_the_form_that_e2b_reads(memory_gateway: MemoryGateway, api
     at = parsed.timestamp_unix
     for query, count in ((f"start={at}&end={at}", 1), (f"end={at - 1}", 0), (f"start={at + 60}", 0)):
         assert len(api.get(f"/sandboxes/one/metrics?{query}").json()) == count, query
-    for query, words in (("start=2&end=1", "is after end"), ("start=x", "start"), ("end=-1", "end")):
+    for query, words in (("start=2&end=1", "is after 'end'"), ("start=x", "start"), ("end=-1", "end")):
         response = api.get(f"/sandboxes/one/metrics?{query}")
         assert response.status_code == 400 and words in response.json()["message"]
     assert api.get("/sandboxes/none/metrics").status_code == 404

@@ -46,13 +46,13 @@ def test_check_mode_predicts_refusals_from_the_listed_users(dependent_gateway: M
         snapshot = _post(api, "/sandboxes/b/snapshots", {"name": "with-volume", "volumes": ["v"]})
         _post(api, "/volumes", {"name": "w", "fromSnapshot": snapshot["volumes"][0]["snapshotID"]})
         _post(api, "/sandboxes/b/snapshots", {"name": "unused"})
-        expected = {"rolled-back-to": [("sandbox", "a")], "with-volume": [("volume", "w")], "unused": []}
+        expected_users = {"rolled-back-to": [("sandbox", "a")], "with-volume": [("volume", "w")], "unused": []}
         client = Client(dependent_gateway.unix_url)
-        for name, users in expected.items():
+        for name, users in expected_users.items():
             listed_users = api.get(f"/snapshots/{name}").json()["users"]
             assert [(each["kind"], each["name"]) for each in listed_users] == users
-            desired = _snapshot.desired_state({"name": [name], "state": "absent"})
-            plan = _snapshot.plan(desired, _snapshot.observe(client, desired))
+            desired_state = _snapshot.desired_state({"name": [name], "state": "absent"})
+            plan = _snapshot.plan(desired_state, _snapshot.observe(client, desired_state))
             is_refused = api.delete(f"/snapshots/{name}").status_code == 409
             assert bool(users) == is_refused == bool(plan.refused), name
             for failure in plan.refused.values():

@@ -85,9 +85,9 @@ def test_a_count_of_one_keeps_the_name(api: httpx.Client, snapshot_id: str) -> N
 @pytest.mark.parametrize(
     ("body", "words"),
     [
-        ({"name": "a", "count": 2}, "name is for a single sandbox, but count is 2: use names"),
-        ({"name": "a", "names": ["b", "c"]}, "leave name out"),
-        ({"count": 3, "names": ["b", "c"]}, "count is 3, but there are 2 names"),
+        ({"name": "a", "count": 2}, "'name' is for a single sandbox, but 'count' is 2: use 'names'"),
+        ({"name": "a", "names": ["b", "c"]}, "leave 'name' out"),
+        ({"count": 3, "names": ["b", "c"]}, "'count' is 3, but there are 2 names"),
         ({"names": ["b", "b"]}, "use each name only once"),
     ],
 )

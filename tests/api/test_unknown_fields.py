@@ -93,21 +93,21 @@ def test_an_unknown_field_causes_a_warning_or_an_error(
 def test_an_unsupported_field_of_a_client_is_refused(
     api: httpx.Client, sandbox: dict[str, Any], method: str, route: str, body: dict[str, Any], path: str
 ) -> None:
-    def state() -> list[Any]:
+    def list_objects() -> list[Any]:
         kinds = ("sandboxes", "templates", "volumes", "snapshots")
         return [
             [(each.get("names"), each.get("name"), each.get("state")) for each in api.get(f"/{kind}").json()]
             for kind in kinds
         ]
 
-    before = state()
+    objects_before = list_objects()
     for strict in ("", "?strict=true"):
         message = check_refused(api.request(method, f"{route}{strict}", json=body), 400, "unsupported")
         assert message.startswith(f"{path}: not supported, because ") and message.count(": ") >= 2
-    assert state() == before
+    assert list_objects() == objects_before
 
 
-def test_all_unsupported_fields_are_named(api: httpx.Client) -> None:
+def test_all_unsupported_fields_are_reported(api: httpx.Client) -> None:
     """This is what the client of CubeSandbox sends for `Template.build(name="base", image="nginx", cpu_count=...)`."""
     templates = api.get("/templates").json()
     body = {"image": "nginx:latest", "name": "base", "cpu": 2000, "memory": 4096, "exposedPorts": [80]}
@@ -116,7 +116,7 @@ def test_all_unsupported_fields_are_named(api: httpx.Client) -> None:
     assert api.get("/templates").json() == templates
 
 
-def test_unsupported_fields_that_ask_for_nothing_are_accepted(api: httpx.Client) -> None:
+def test_unsupported_fields_with_no_effect_are_accepted(api: httpx.Client) -> None:
     body = {
         "templateID": "base",
         "distributionScope": [],
@@ -146,7 +146,7 @@ def test_metadata_that_cubesandbox_acts_on_is_refused(
     assert api.get("/sandboxes/one").json()["metadata"] == {}
 
 
-def test_all_unknown_fields_are_named(api: httpx.Client) -> None:
+def test_all_unknown_fields_are_reported(api: httpx.Client) -> None:
     body = {"templateId": "base", "one": 1, "network": {"two": 2}}
     message = check_refused(api.post("/sandboxes?strict=true", json=body), 400, "invalid")
     assert message.startswith("unknown fields: templateId (did you mean templateID?), one")

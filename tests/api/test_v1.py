@@ -81,8 +81,11 @@ def test_all_calls_of_the_published_client_succeed(client: forkd.Controller) -> 
     assert client.eval_code(first["id"], "counter = 41") == {"result": "None", "error": None, "exit_code": 0}
     checkpoint = client.branch_sandbox(first["id"], tag="checkpoint-1", mode="full")
     assert checkpoint["branched_from"] == first["id"] and checkpoint["status"] == "ready" and checkpoint["bootable"]
-    second = client.branch_sandbox(first["id"], diff=True, wait=False)
-    assert second["status"] == "ready" and second["diff_physical_bytes"] < second["diff_logical_bytes"]
+    second_branch = client.branch_sandbox(first["id"], diff=True, wait=False)
+    assert (
+        second_branch["status"] == "ready"
+        and second_branch["diff_physical_bytes"] < second_branch["diff_logical_bytes"]
+    )
     children = client.spawn_sandboxes(checkpoint["tag"], n=3)
     assert [client.eval_code(child["id"], "counter + 1")["result"] for child in children] == ["42"] * 3
     assert client.exec_command(children[0]["id"], ["exit", "3"]) == {
@@ -94,7 +97,7 @@ def test_all_calls_of_the_published_client_succeed(client: forkd.Controller) -> 
     for sandbox in (first, *children):
         client.kill_sandbox(sandbox["id"])
     assert client.list_sandboxes() == []
-    for tag in (checkpoint["tag"], second["tag"]):
+    for tag in (checkpoint["tag"], second_branch["tag"]):
         client.delete_snapshot(tag)
     assert [snapshot["tag"] for snapshot in client.list_snapshots()] == ["base"]
     with pytest.raises(forkd.ControllerError) as error_info:
@@ -124,10 +127,10 @@ def test_a_branch_returns_its_snapshot(memory_gateway: MemoryGateway, api: httpx
         "bootable": True,
     }
     spawn_sandbox(api, "cp_1")
-    detail = api.get("/v1/snapshots/cp_1/info").json()
-    assert detail["memory_logical_bytes"] == 256 << 20 and detail["memory_physical_bytes"] == 4096
-    assert detail["chain_depth"] == 0 and detail["ancestors"] == detail["dependents"] == []
-    assert detail["sandboxes"] == [each["id"] for each in api.get("/v1/sandboxes").json() if each["id"] != sandbox_id]
+    details = api.get("/v1/snapshots/cp_1/info").json()
+    assert details["memory_logical_bytes"] == 256 << 20 and details["memory_physical_bytes"] == 4096
+    assert details["chain_depth"] == 0 and details["ancestors"] == details["dependents"] == []
+    assert details["sandboxes"] == [each["id"] for each in api.get("/v1/sandboxes").json() if each["id"] != sandbox_id]
 
 
 def test_a_template_is_a_snapshot_without_a_sandbox(api: httpx.Client) -> None:
@@ -150,8 +153,8 @@ def test_branch_numbers_are_not_reused(memory_gateway: MemoryGateway, api: httpx
     assert api.delete(f"/v1/snapshots/{second['tag']}").status_code == 204
     assert create_branch(api, sandbox_id)["tag"] == f"branch-{sandbox_id}-4", "numbers 2 and 3 were used"
     api.delete(f"/v1/snapshots/branch-{sandbox_id}-4")
-    stored = Sandbox.model_validate_json(memory_gateway.host.saved[sandbox_id].model_dump_json())
-    assert stored.branches == 4, "the record, which a restarted gateway reads, contains the number"
+    stored_sandbox = Sandbox.model_validate_json(memory_gateway.host.saved[sandbox_id].model_dump_json())
+    assert stored_sandbox.branches == 4, "the record, which a restarted gateway reads, contains the number"
     api.post(f"/sandboxes/{sandbox_id}/pause").raise_for_status()
     assert "paused" in refusal_message(api.post(f"/v1/sandboxes/{sandbox_id}/branch"), 409)
     api.post(f"/sandboxes/{sandbox_id}/resume").raise_for_status()
@@ -174,7 +177,7 @@ def test_a_tag_in_use_is_refused_without_changes(api: httpx.Client, sandbox_id: 
     assert list_tags(api) == {"base", "cp"}
 
 
-def test_concurrent_branches_with_one_tag(memory_gateway: MemoryGateway, api: httpx.Client) -> None:
+def test_only_one_of_several_concurrent_branches_gets_a_tag(memory_gateway: MemoryGateway, api: httpx.Client) -> None:
     sandboxes = [each["id"] for each in spawn_sandbox(api, n=4)]
 
     def try_branch(sandbox: str) -> int:
@@ -420,10 +423,10 @@ def test_an_invalid_root_file_system_is_reported(
 def test_a_branch_without_memory_has_no_diff_sizes(
     memory_gateway: MemoryGateway, api: httpx.Client, sandbox_id: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    capture = memory_gateway.host.capture
+    original_capture = memory_gateway.host.capture
 
     async def report_files_only(*args: Any, **more: Any) -> Snapshot:
-        snapshot = await capture(*args, **more)
+        snapshot = await original_capture(*args, **more)
         return snapshot.model_copy(update={"memory": Memory.NONE, "memory_bytes_written": 0})
 
     monkeypatch.setattr(memory_gateway.host, "capture", report_files_only)

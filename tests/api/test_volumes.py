@@ -70,10 +70,10 @@ def test_the_volume_token_is_unique_stable_and_restricted(memory_gateway: Memory
 def test_lists_are_paged_and_filtered(api: httpx.Client) -> None:
     for name in ("a", "b", "c"):
         create_volume(api, name)
-    first = api.get("/volumes?limit=2")
-    assert [item["name"] for item in first.json()] == ["a", "b"]
-    rest = api.get("/volumes", params={"limit": 2, "nextToken": first.headers["x-next-token"]})
-    assert [item["name"] for item in rest.json()] == ["c"] and "x-next-token" not in rest.headers
+    first_page = api.get("/volumes?limit=2")
+    assert [item["name"] for item in first_page.json()] == ["a", "b"]
+    last_page = api.get("/volumes", params={"limit": 2, "nextToken": first_page.headers["x-next-token"]})
+    assert [item["name"] for item in last_page.json()] == ["c"] and "x-next-token" not in last_page.headers
     assert [item["name"] for item in api.get("/volumes?name=b").json()] == ["b"]
     for number in range(3):
         api.post("/volumes/a/snapshots", json={"name": f"s{number}"})
@@ -176,24 +176,24 @@ def test_volume_snapshots_are_created_listed_and_removed(api: httpx.Client) -> N
     create_volume(api, sizeMB=512)
     response = api.post("/volumes/data/snapshots", json={"name": "monday"})
     assert response.status_code == 201
-    shape = response.json()
-    assert shape.pop("createdAt")
-    assert shape == {
-        "snapshotID": shape["snapshotID"],
+    snapshot = response.json()
+    assert snapshot.pop("createdAt")
+    assert snapshot == {
+        "snapshotID": snapshot["snapshotID"],
         "name": "monday",
         "volumeID": "data",
         "sizeMB": 512,
         "sandboxSnapshotID": "",
     }
-    unnamed = api.post("/volumes/data/snapshots").json()
-    assert unnamed["name"] == unnamed["snapshotID"]
-    assert [item["name"] for item in api.get("/volumes/data/snapshots").json()] == ["monday", unnamed["name"]]
+    unnamed_snapshot = api.post("/volumes/data/snapshots").json()
+    assert unnamed_snapshot["name"] == unnamed_snapshot["snapshotID"]
+    assert [item["name"] for item in api.get("/volumes/data/snapshots").json()] == ["monday", unnamed_snapshot["name"]]
     check_refused(api.post("/volumes/data/snapshots", json={"name": "monday"}), 409, "name_taken")
     copy = create_volume(api, "copy", fromSnapshot="data@monday")
-    assert copy["fromSnapshot"] == shape["snapshotID"] and copy["sizeMB"] == 512
-    assert create_volume(api, "other", fromSnapshot=shape["snapshotID"], sizeMB=1024)["sizeMB"] == 1024
+    assert copy["fromSnapshot"] == snapshot["snapshotID"] and copy["sizeMB"] == 512
+    assert create_volume(api, "other", fromSnapshot=snapshot["snapshotID"], sizeMB=1024)["sizeMB"] == 1024
     check_refused(api.post("/volumes", json={"name": "x", "fromSnapshot": "data@never"}), 404, "not_found", "never")
-    assert api.delete(f"/volumes/data/snapshots/{unnamed['snapshotID']}").status_code == 204
+    assert api.delete(f"/volumes/data/snapshots/{unnamed_snapshot['snapshotID']}").status_code == 204
     check_refused(api.delete("/volumes/data/snapshots/never"), 404, "not_found", "never")
     for name in ("copy", "other"):
         assert api.delete(f"/volumes/{name}").status_code == 204
@@ -202,8 +202,8 @@ def test_volume_snapshots_are_created_listed_and_removed(api: httpx.Client) -> N
     api.post(f"/volumes/{long_name}/snapshots", json={"name": long_name})
     assert create_volume(api, "copy", fromSnapshot=f"{long_name}@{long_name}")["fromSnapshot"]
     body = check_refused(api.delete("/volumes/data"), 409, "in_use", "1 snapshot")
-    assert body["blockers"] == [shape["snapshotID"]]
-    users = [{"kind": "volume_snapshot", "id": shape["snapshotID"], "name": "monday"}]
+    assert body["blockers"] == [snapshot["snapshotID"]]
+    users = [{"kind": "volume_snapshot", "id": snapshot["snapshotID"], "name": "monday"}]
     assert body["details"] == {"resource": "volume", "users": users, "overrides": ["withSnapshots"]}
     assert api.delete("/volumes/data?withSnapshots=true").status_code == 204
 
@@ -287,17 +287,19 @@ def test_forking_fails_if_a_mounted_volume_is_missing(api: httpx.Client) -> None
 
 
 def test_the_published_client_manages_volumes(memory_gateway: MemoryGateway, api: httpx.Client) -> None:
-    access = {"api_key": ADMIN_KEY, "api_url": memory_gateway.url, "validate_api_key": False}
-    volume = e2b.Volume.create("data", **access)
+    client_options = {"api_key": ADMIN_KEY, "api_url": memory_gateway.url, "validate_api_key": False}
+    volume = e2b.Volume.create("data", **client_options)
     assert (volume.volume_id, volume.name) == ("data", "data") and volume.token
-    assert e2b.Volume.connect("data", **access).token == volume.token
-    assert [(item.volume_id, item.name) for item in e2b.Volume.list(**access)] == [("data", "data")]
+    assert e2b.Volume.connect("data", **client_options).token == volume.token
+    assert [(item.volume_id, item.name) for item in e2b.Volume.list(**client_options)] == [("data", "data")]
     create_sandbox(api, name="one", volumeMounts=[DATA_MOUNT])
-    info = e2b.Sandbox.get_info(api.get("/sandboxes/one").json()["sandboxID"], **access)
+    info = e2b.Sandbox.get_info(api.get("/sandboxes/one").json()["sandboxID"], **client_options)
     assert info.volume_mounts == [{"name": "data", "path": "/srv/data"}]
     with pytest.raises(e2b.VolumeException, match="1 mount"):
-        e2b.Volume.destroy("data", **access)
+        e2b.Volume.destroy("data", **client_options)
     api.delete("/sandboxes/one")
-    assert e2b.Volume.destroy("data", **access) is True and e2b.Volume.destroy("data", **access) is False
+    assert (
+        e2b.Volume.destroy("data", **client_options) is True and e2b.Volume.destroy("data", **client_options) is False
+    )
     with pytest.raises(e2b.VolumeNotFoundException):
-        e2b.Volume.connect("data", **access)
+        e2b.Volume.connect("data", **client_options)

@@ -151,21 +151,21 @@ def test_close_codes_are_forwarded_in_both_directions(
 
 
 def test_large_fragmented_messages_are_forwarded(memory_gateway: MemoryGateway, sandbox: dict[str, Any]) -> None:
-    large = bytes(range(256)) * (4 << 12)
+    large_message = bytes(range(256)) * (4 << 12)
     with recording_service(memory_gateway, sandbox), open_websocket(memory_gateway, sandbox) as client:
-        client.send(large[start : start + 100_000] for start in range(0, len(large), 100_000))
-        assert client.recv(20) == large
+        client.send(large_message[start : start + 100_000] for start in range(0, len(large_message), 100_000))
+        assert client.recv(20) == large_message
 
 
 def test_oversized_messages_are_refused_in_both_directions(
     memory_gateway: MemoryGateway, sandbox: dict[str, Any]
 ) -> None:
-    async def large(connection: ServerConnection) -> None:
+    async def send_large_message(connection: ServerConnection) -> None:
         if connection.request is not None and connection.request.path == "/large":
             await connection.send(b"x" * (websocket.MAX_MESSAGE_BYTES + 1))
         await connection.wait_closed()
 
-    with recording_service(memory_gateway, sandbox, large) as service:
+    with recording_service(memory_gateway, sandbox, send_large_message) as service:
         with (
             open_websocket(memory_gateway, sandbox, "/large") as client,
             pytest.raises(ConnectionClosedError) as error_info,
@@ -187,7 +187,7 @@ def test_a_slow_reader_blocks_the_sender(memory_gateway: MemoryGateway, sandbox:
             await connection.send(b"x" * 65536)
             flooded_bytes += 65536
 
-    async def never_read(connection: ServerConnection) -> None:
+    async def wait_without_reading(connection: ServerConnection) -> None:
         await connection.wait_closed()
 
     with (
@@ -203,7 +203,7 @@ def test_a_slow_reader_blocks_the_sender(memory_gateway: MemoryGateway, sandbox:
         client.socket.close()
         eventually(lambda: service.codes)
     with (
-        recording_service(memory_gateway, sandbox, never_read),
+        recording_service(memory_gateway, sandbox, wait_without_reading),
         open_websocket(memory_gateway, sandbox, close_timeout=0.1) as client,
     ):
         client.socket.settimeout(0.5)
@@ -219,11 +219,11 @@ def test_a_slow_reader_blocks_the_sender(memory_gateway: MemoryGateway, sandbox:
 def test_a_disconnect_without_a_close_frame_is_forwarded(
     memory_gateway: MemoryGateway, sandbox: dict[str, Any]
 ) -> None:
-    async def leave(connection: ServerConnection) -> None:
+    async def abort(connection: ServerConnection) -> None:
         if connection.request is not None and connection.request.path == "/leave":
             connection.transport.abort()
 
-    with recording_service(memory_gateway, sandbox, leave) as service:
+    with recording_service(memory_gateway, sandbox, abort) as service:
         with (
             open_websocket(memory_gateway, sandbox, "/leave") as client,
             pytest.raises(ConnectionClosedError) as error_info,
@@ -236,22 +236,22 @@ def test_a_disconnect_without_a_close_frame_is_forwarded(
 
 
 def test_a_refused_handshake_is_forwarded(memory_gateway: MemoryGateway, sandbox: dict[str, Any]) -> None:
-    chunked = (
+    chunked_response = (
         b"HTTP/1.1 403 Forbidden\r\nTransfer-Encoding: chunked\r\nX-Own: 1\r\nSet-Cookie: a=1; Domain=local\r\n\r\n"
     )
     for reply, status, body in (
         (make_reply("401 Unauthorized", b"who?", "WWW-Authenticate: Basic"), 401, b"who?"),
-        (chunked + b"2\r\nno\r\n0\r\n\r\n", 403, b"no"),
+        (chunked_response + b"2\r\nno\r\n0\r\n\r\n", 403, b"no"),
     ):
         with raw_service(memory_gateway, sandbox, reply) as service, pytest.raises(InvalidStatus) as error_info:
             open_websocket(memory_gateway, sandbox)
         response = error_info.value.response
         assert (response.status_code, response.body) == (status, body) and len(service.heads) == 1
         assert "set-cookie" not in response.headers
-    redirect = make_reply("302 Found", b"", "Location: ws://127.0.0.1:1/")
+    redirect_response = make_reply("302 Found", b"", "Location: ws://127.0.0.1:1/")
     # The client, not the gateway, refuses the redirect.
     with (
-        raw_service(memory_gateway, sandbox, redirect) as service,
+        raw_service(memory_gateway, sandbox, redirect_response) as service,
         pytest.raises(ValueError, match=r"redirect to ws://127\.0\.0\.1:1/"),
     ):
         open_websocket(memory_gateway, sandbox)
@@ -286,12 +286,14 @@ def test_handshakes_need_access_to_an_open_port(
                 client.send("x")
                 assert client.recv(10) == "x"
             assert not {value for _, value in service.headers} & set(credentials.values())
-    upgrade = ("Connection: Upgrade", "Upgrade: websocket", "Sec-WebSocket-Version: 13")
-    gateway_request = request_head("GET /events", "Host: gateway", *upgrade, f"Sec-WebSocket-Key: {NONCE}")
+    upgrade_headers = ("Connection: Upgrade", "Upgrade: websocket", "Sec-WebSocket-Version: 13")
+    gateway_request = request_head("GET /events", "Host: gateway", *upgrade_headers, f"Sec-WebSocket-Key: {NONCE}")
     with raw_connection(memory_gateway, gateway_request) as connection:
         status, body = read_status(connection)
         assert status == 400 and body["kind"] == "unsupported"
-    incomplete_handshake = request_head("GET /", f"Host: {host(sandbox, PORT)}", f"X-API-Key: {EXEC_KEY}", *upgrade)
+    incomplete_handshake = request_head(
+        "GET /", f"Host: {host(sandbox, PORT)}", f"X-API-Key: {EXEC_KEY}", *upgrade_headers
+    )
     with raw_connection(memory_gateway, incomplete_handshake) as connection:
         assert read_status(connection)[0] == 400, "the handshake has no Sec-WebSocket-Key"
 

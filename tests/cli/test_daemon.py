@@ -54,11 +54,11 @@ def test_loopback_needs_no_tls(tmp_path: Path, keys: Path) -> None:
 
 
 def test_an_open_address_needs_keys_and_tls(tmp_path: Path, keys: Path) -> None:
-    empty = tmp_path / "empty"
-    empty.write_text("# no keys\n")
-    empty.chmod(0o600)
+    empty_key_file = tmp_path / "empty"
+    empty_key_file.write_text("# no keys\n")
+    empty_key_file.chmod(0o600)
     for listen in ("0.0.0.0:8700", ":8700", "[::]:8700", "192.0.2.1:8700"):
-        for file in (None, empty):
+        for file in (None, empty_key_file):
             with pytest.raises(Invalid, match=r"set server\.key_file"):
                 serving.prepare(server_config(tmp_path, listen=listen, key_file=file, allow_plaintext=True))
         with pytest.raises(Invalid, match=r"server\.tls_cert.*allow_plaintext"):
@@ -224,13 +224,13 @@ def test_the_gateway_serves_tls(tmp_path: Path, keys: Path) -> None:
 
 def test_a_stop_during_startup_closes_the_engine() -> None:
     class SlowEngine:
-        closed = False
+        is_closed = False
 
         async def open(self) -> None:
             await asyncio.sleep(60)
 
         async def close(self) -> None:
-            self.closed = True
+            self.is_closed = True
 
     async def serve_until_stopped(engine: Any) -> None:
         stop = asyncio.Event()
@@ -240,7 +240,7 @@ def test_a_stop_during_startup_closes_the_engine() -> None:
 
     engine = SlowEngine()
     asyncio.run(serve_until_stopped(engine))
-    assert engine.closed
+    assert engine.is_closed
 
 
 def test_openapi_is_printed_without_a_host() -> None:
@@ -248,7 +248,7 @@ def test_openapi_is_printed_without_a_host() -> None:
     assert '"/sandboxes/{ref}/rollback"' in result.stdout
 
 
-def test_the_configuration_page_names_every_key() -> None:
+def test_the_configuration_page_lists_every_key() -> None:
     page = config_docs.render_page(Config)
     for name, field in Config.model_fields.items():
         section = field.annotation

@@ -1,4 +1,4 @@
-"""`sandboxctl`, run in this process against a served gateway: its two outputs and its exit codes."""
+"""`sandboxctl`, run in this process against a served gateway: its standard output, standard error and exit codes."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from tests.support.certificates import create_certificate
 from tests.support.waiting import eventually
 
 
-def test_the_readme_walkthrough(run: Run) -> None:
+def test_the_readme_walkthrough_works(run: Run) -> None:
     assert "one" in check_succeeded(run("create", "base", "--name", "one", "--memory", "256M", "-m", "team=red")).out
     check_succeeded(run("exec", "one", "--", "write", "k", "before"))
     snapshot = check_succeeded(
@@ -72,8 +72,8 @@ def test_a_stalled_sandbox_is_shown_with_the_reason(run: Run, memory_gateway: Me
         host.stopped.add(sandbox.instance)
         eventually(lambda: "no space left" in run("show", "one", "--json").json["stateReason"])
         assert f"stopped, because the disk has no space left: {sandbox.id}" in check_succeeded(run("health")).out
-        refused = run("snapshot", "create", "one", "--name", "more")
-        assert refused.code != 0 and "less than 512 MiB of disk space free" in refused.err
+        refusal = run("snapshot", "create", "one", "--name", "more")
+        assert refusal.code != 0 and "less than 512 MiB of disk space free" in refusal.err
     finally:
         host.available = available
     eventually(lambda: run("show", "one", "--json").json["stateReason"] == "")
@@ -171,7 +171,7 @@ def test_invalid_recipe_files_are_refused(run: Run, tmp_path: Path, text: str, n
         (("snapshot", "fork", "base", "--memory", "1G"), 1, "cold start"),
     ],
 )
-def test_error_messages_and_exit_codes(run: Run, args: tuple[str, ...], code: int, words: str) -> None:
+def test_failures_have_a_message_and_an_exit_code(run: Run, args: tuple[str, ...], code: int, words: str) -> None:
     check_succeeded(run("create", "base", "--name", "one"))
     outcome = run(*args)
     assert outcome.code == code, outcome.err
@@ -228,9 +228,9 @@ def test_every_page_of_a_long_list_is_printed(run: Run, monkeypatch: pytest.Monk
 
     run("create", "base", "--name", "one")
     run("clone", "one", "-n", "4")
-    original = client._remove_empty
+    remove_empty = client._remove_empty
     monkeypatch.setattr(
-        client, "_remove_empty", lambda params: original({**params, "limit": 2} if "limit" in params else params)
+        client, "_remove_empty", lambda params: remove_empty({**params, "limit": 2} if "limit" in params else params)
     )
     assert len(check_succeeded(run("list", "--json")).json) == 5
 
@@ -242,8 +242,8 @@ def test_a_gateway_with_tls_is_trusted_only_with_its_authority(
     gateway = MemoryGateway(tmp_path, server={"tls_cert": str(cert), "tls_key": str(key)})
     url = f"https://localhost:{gateway.port}"
     try:
-        refused = run("list", url=url, token=READ_KEY)
-        assert refused.code == 5 and "certificate verify failed" in refused.err and "SSL_CERT_FILE" in refused.err
+        refusal = run("list", url=url, token=READ_KEY)
+        assert refusal.code == 5 and "certificate verify failed" in refusal.err and "SSL_CERT_FILE" in refusal.err
         monkeypatch.setenv("SSL_CERT_FILE", str(cert))
         assert check_succeeded(run("list", "--json", url=url, token=READ_KEY)).json == []
         assert run("list", url=url, token="wrong-key-0123456789").code == 5
@@ -322,5 +322,5 @@ def test_forks_are_prewarmed(run: Run) -> None:
     check_succeeded(run("template", "build", "base", "-p", "python3", "--prewarm", "1"))
     eventually(lambda: "1 of 1 ready" in check_succeeded(run("template", "show", "base")).out)
     check_succeeded(run("snapshot", "prewarm", "base", "0"))
-    refused = run("snapshot", "prewarm", "warm", "65")
-    assert refused.code != 0 and "prewarm.maximum" in refused.err
+    refusal = run("snapshot", "prewarm", "warm", "65")
+    assert refusal.code != 0 and "prewarm.maximum" in refusal.err

@@ -1,4 +1,4 @@
-"""Notifications of the daemon, run as a process, to a service manager."""
+"""Notifications that the daemon sends to a service manager."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ class Manager:
             states.append(state_received)
         return states
 
-    def end(self, number: signal.Signals) -> str:
+    def stop(self, number: signal.Signals) -> str:
         """Send a signal, and return the daemon's standard error."""
         self.process.send_signal(number)
         try:
@@ -93,7 +93,7 @@ def test_the_watchdog_is_notified_only_while_the_event_loop_runs(run_dir: Path) 
             times.append(time.monotonic())
         assert max(later - earlier for earlier, later in itertools.pairwise(times)) > 2
     finally:
-        log = manager.end(signal.SIGTERM)
+        log = manager.stop(signal.SIGTERM)
     assert manager.process.returncode == 0 and "Traceback" not in log
 
 
@@ -104,13 +104,13 @@ def test_notifications_continue_until_the_daemon_has_stopped(run_dir: Path) -> N
         manager.process.send_signal(signal.SIGTERM)
         assert set(manager.receive_until(b"STOPPING=1")) <= {ALIVE}
     finally:
-        manager.end(signal.SIGTERM)
+        manager.stop(signal.SIGTERM)
 
 
 def test_a_hung_daemon_prints_its_stack_when_killed(run_dir: Path) -> None:
     manager = Manager(run_dir, {"WATCHDOG_USEC": "400000"}, 0)
     manager.receive_until(b"READY=1")
-    log = manager.end(signal.SIGABRT)
+    log = manager.stop(signal.SIGABRT)
     assert manager.process.returncode == -signal.SIGABRT
     assert "Fatal Python error: Aborted" in log and "asyncio" in log
 
@@ -124,7 +124,7 @@ def test_without_a_watchdog_no_notifications_are_sent(run_dir: Path, watched: di
         with pytest.raises(TimeoutError):
             manager.receive()
     finally:
-        assert "Traceback" not in manager.end(signal.SIGTERM)
+        assert "Traceback" not in manager.stop(signal.SIGTERM)
 
 
 def test_a_slow_startup_requests_more_time(run_dir: Path) -> None:
@@ -136,4 +136,4 @@ def test_a_slow_startup_requests_more_time(run_dir: Path) -> None:
         with pytest.raises(TimeoutError):
             manager.receive()
     finally:
-        manager.end(signal.SIGTERM)
+        manager.stop(signal.SIGTERM)

@@ -110,7 +110,7 @@ def test_volumes_are_captured_and_forked(run: Run) -> None:
         (("clone", "one", "--volume", "data:/x", "--no-volumes"), 2, "leave one of them out"),
     ],
 )
-def test_error_messages(run: Run, args: tuple[str, ...], code: int, sentence: str) -> None:
+def test_failures_have_a_message_and_a_hint(run: Run, args: tuple[str, ...], code: int, sentence: str) -> None:
     for name in ("data", "held"):
         check_succeeded(run("volume", "create", name))
     check_succeeded(run("create", "base", "--name", "one", "--volume", "data:/srv/data", "--volume", "held:/srv/held"))

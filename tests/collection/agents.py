@@ -1,4 +1,4 @@
-"""A real gateway with real agents, but without machines.
+"""A real gateway with real agents, but without virtual machines.
 
 Each sandbox is an agent process on a loopback address that uses this machine's files and users. The data plane works
 as on any host.
@@ -19,7 +19,7 @@ from tests.support.session import REPOSITORY
 
 SOURCE = REPOSITORY / "gateway" / "src"
 SEARCH_PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
-_START_SECONDS = 20
+_START_TIMEOUT_SECONDS = 20
 
 
 class AgentMachine(Machine):
@@ -39,7 +39,7 @@ class AgentMachine(Machine):
         )
         assert self.process.stderr
         startup_log = b""
-        async with asyncio.timeout(_START_SECONDS):
+        async with asyncio.timeout(_START_TIMEOUT_SECONDS):
             while b"listening on" not in startup_log:
                 line = await self.process.stderr.readline()
                 assert line, f"the agent did not start: {startup_log.decode()}"

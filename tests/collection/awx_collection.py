@@ -1,4 +1,4 @@
-"""Get the collection awx.awx without Galaxy, by extracting it from PyPI's package ``ansible``."""
+"""Get the collection awx.awx without Galaxy, by extracting it from the PyPI package ``ansible``."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from tests.support import session
 REQUIREMENTS = session.REPOSITORY / "requirements" / "awx.txt"
 (_PIN,) = sbom.read_pins(REQUIREMENTS)
 _PREFIX = "ansible_collections/awx/awx/"
-_DOWNLOAD_SECONDS = 300
+_DOWNLOAD_TIMEOUT_SECONDS = 300
 
 
 @cache
@@ -43,7 +43,7 @@ def _download(directory: Path) -> None:
         [sys.executable, "-m", "pip", "download", "-q", "-d", str(directory), *options],
         capture_output=True,
         text=True,
-        timeout=_DOWNLOAD_SECONDS,
+        timeout=_DOWNLOAD_TIMEOUT_SECONDS,
         check=False,
     )
     assert result.returncode == 0, f"pip cannot download ansible {_PIN.version}, which has awx.awx: {result.stderr}"
@@ -53,6 +53,6 @@ def _download(directory: Path) -> None:
 def module_options(module: str) -> dict[str, dict[str, Any]]:
     """Return the options of a module of awx.awx, according to its documentation."""
     source = collections_path() / _PREFIX / "plugins" / "modules" / f"{module}.py"
-    _, _, rest = source.read_text().partition("DOCUMENTATION = '''")
-    documented_options: dict[str, dict[str, Any]] = yaml.safe_load(rest.partition("'''")[0])["options"]
+    _, _, remaining_source = source.read_text().partition("DOCUMENTATION = '''")
+    documented_options: dict[str, dict[str, Any]] = yaml.safe_load(remaining_source.partition("'''")[0])["options"]
     return documented_options

@@ -23,7 +23,7 @@ import jinja2
 from tests.collection import awx_collection, awx_survey
 
 TOKEN = "an-oauth-token-of-awx"
-HIDDEN = "$encrypted$"
+ENCRYPTED = "$encrypted$"
 MODULES = {
     "organizations": "organization",
     "execution_environments": "execution_environment",
@@ -106,7 +106,7 @@ def validation_error(field: str, message: str) -> RefusedRequest:
 class Awx:
     """The state of AWX.
 
-    ``tree`` is the directory that serves as the contents of every project. ``writes`` lists the changes of the state,
+    ``tree`` is the directory that serves as the contents of every project. ``writes`` lists all changes of the state,
     as (method, path).
     """
 
@@ -136,18 +136,18 @@ class Awx:
             try:
                 if token != TOKEN:
                     raise RefusedRequest(401, {"detail": "Authentication credentials were not provided."})
-                steps = parts.path.strip("/").split("/")
-                if steps[:2] != ["api", "v2"] or not parts.path.endswith("/"):
+                segments = parts.path.strip("/").split("/")
+                if segments[:2] != ["api", "v2"] or not parts.path.endswith("/"):
                     raise RefusedRequest(404, {"detail": "Not found."})
-                status, data = self._route(method, steps[2:], dict(parse_qsl(parts.query)), body)
+                status, data = self._route(method, segments[2:], dict(parse_qsl(parts.query)), body)
             except RefusedRequest as refused:
                 return refused.status, refused.body
             if method != "GET":
                 self.writes.append((method, parts.path))
             return status, data
 
-    def _route(self, method: str, steps: list[str], query: dict[str, str], body: Any) -> tuple[int, Any]:
-        match (method, *steps):
+    def _route(self, method: str, segments: list[str], query: dict[str, str], body: Any) -> tuple[int, Any]:
+        match (method, *segments):
             case ("GET", "unified_job_templates"):
                 return 200, self._list_page("job_templates", query)
             case ("GET", "project_updates", ident):
@@ -193,13 +193,13 @@ class Awx:
                 data["summary_fields"] = {"current_update": {"id": item["id"]}}
         if endpoint == "credentials":
             secret = self._secrets(item)
-            data["inputs"] = {key: HIDDEN if key in secret else value for key, value in item["inputs"].items()}
+            data["inputs"] = {key: ENCRYPTED if key in secret else value for key, value in item["inputs"].items()}
         return data
 
     # Writable fields
 
     def writable_fields(self, endpoint: str) -> dict[str, dict[str, Any]]:
-        """Return the writable fields with their types, which are the options of the module that are fields."""
+        """Return the writable fields with their types, taken from the options of the corresponding module."""
         fields = {
             name: option
             for name, option in awx_collection.module_options(MODULES[endpoint]).items()
@@ -218,25 +218,27 @@ class Awx:
         empty_values = {"bool": False, "int": 0, "dict": {}, "str": ""}
         defaults = {name: empty_values.get(each.get("type", "str"), "") for name, each in fields.items()}
         defaults |= dict.fromkeys(fields.keys() & (REFERENCE_FIELDS.keys() | NULLABLE))
-        new = {
+        new_item = {
             **(old or defaults),
             **{name: defaults[name] if value is None else value for name, value in body.items()},
         }
         if endpoint == "credentials" and old:
-            new["inputs"] = {k: old["inputs"].get(k) if v == HIDDEN else v for k, v in new["inputs"].items()}
+            new_item["inputs"] = {
+                k: old["inputs"].get(k) if v == ENCRYPTED else v for k, v in new_item["inputs"].items()
+            }
         for name in REQUIRED[endpoint]:
-            if new[name] in ("", None):
+            if new_item[name] in ("", None):
                 raise validation_error(name, "This field is required.")
         unique_fields = [name for name in ("name", *UNIQUE_TOGETHER) if name in fields]
         for item in self.tables[endpoint].values():
-            if item is not old and all(item.get(name) == new[name] for name in unique_fields):
+            if item is not old and all(item.get(name) == new_item[name] for name in unique_fields):
                 raise RefusedRequest(
                     400, {"__all__": [f"{MODULES[endpoint]} with these {', '.join(unique_fields)} already exists."]}
                 )
         check = getattr(self, f"_check_{endpoint}", None)
         if check:
-            check(new)
-        return self._store(endpoint, new)
+            check(new_item)
+        return self._store(endpoint, new_item)
 
     def _store(self, endpoint: str, item: dict[str, Any]) -> dict[str, Any]:
         item = {**item, "id": item.get("id") or next(self._ids)}
@@ -415,12 +417,12 @@ class _Handler(BaseHTTPRequestHandler):
         return "client"
 
     def log_message(self, *_: Any) -> None:
-        """Log nothing."""
+        """Suppress the log of requests."""
 
 
 @contextlib.contextmanager
 def serve(awx: Awx) -> Iterator[str]:
-    """Serve it on a loopback port. Yields the URL."""
+    """Serve ``awx`` on a loopback port. Yields the URL."""
     server = ThreadingHTTPServer(("127.0.0.1", 0), type("Handler", (_Handler,), {"awx": awx}))
     thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.05})
     thread.start()

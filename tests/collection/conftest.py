@@ -11,27 +11,26 @@ from typing import Any
 import pytest
 
 from tests.collection.runner import Target
-from tests.support import faulty_gateway
-from tests.support.faulty_gateway import TEMPLATE, FaultyGateway
+from tests.support.faulty_gateway import TEMPLATE, FaultyGateway, serve
 
 
 @pytest.fixture(scope="session")
-def _faulty() -> Iterator[FaultyGateway]:
-    with faulty_gateway.serve() as gateway:
+def _faulty_gateway() -> Iterator[FaultyGateway]:
+    with serve() as gateway:
         yield gateway
 
 
 @pytest.fixture
-def faulty(_faulty: FaultyGateway) -> Iterator[FaultyGateway]:
+def faulty_gateway(_faulty_gateway: FaultyGateway) -> Iterator[FaultyGateway]:
     """A gateway backed by an in-memory host that has only a template. Tests set its faults."""
-    yield _faulty
-    _faulty.reset()
+    yield _faulty_gateway
+    _faulty_gateway.reset()
 
 
 @pytest.fixture
-def in_memory(faulty: FaultyGateway, tmp_path: Path) -> Target:
-    """``faulty`` as a target."""
-    return Target(faulty.url, tmp_path, template=TEMPLATE)
+def memory_target(faulty_gateway: FaultyGateway, tmp_path: Path) -> Target:
+    """The target that uses ``faulty_gateway``."""
+    return Target(faulty_gateway.url, tmp_path, template=TEMPLATE)
 
 
 _EXECUTION_KEYWORDS: dict[str, dict[str, Any]] = {"in process": {}, "as a module": {"environment": {"ANY": "thing"}}}
@@ -44,19 +43,19 @@ each_execution = pytest.mark.parametrize(
 
 @pytest.fixture(params=_EXECUTION_KEYWORDS)
 def keywords(request: pytest.FixtureRequest) -> dict[str, Any]:
-    """The keywords of a play that runs the action plugin, or the module (because of ``environment``)."""
+    """Keywords that make a play run the action plugin, or the module (because of ``environment``)."""
     return _EXECUTION_KEYWORDS[request.param]
 
 
 @pytest.fixture(params=["memory", "real"])
 def target(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Target]:
-    """A gateway backed by an in-memory host, and one with real machines.
+    """Two targets: a gateway backed by an in-memory host, and a gateway with real machines.
 
-    The latter is the gateway at SANDBOX_GATEWAY_URL, with the template SANDBOX_TEST_TEMPLATE, or a gateway that the
+    The second one is the gateway at SANDBOX_GATEWAY_URL, with the template SANDBOX_TEST_TEMPLATE, or a gateway that the
     test run starts.
     """
     if request.param == "memory":
-        yield request.getfixturevalue("in_memory")
+        yield request.getfixturevalue("memory_target")
         return
     prefix = f"ct{secrets.token_hex(3)}-"
     if url := os.environ.get("SANDBOX_GATEWAY_URL"):
@@ -65,16 +64,16 @@ def target(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Target]:
     else:
         template = request.getfixturevalue("template")
         url, token = request.getfixturevalue("shared_gateway").url, ""
-    real = Target(url, tmp_path, token=token, template=template, prefix=prefix)
-    yield real
+    real_target = Target(url, tmp_path, token=token, template=template, prefix=prefix)
+    yield real_target
     for kind, ident in (("sandboxes", "sandboxID"), ("snapshots", "snapshotID"), ("templates", "templateID")):
-        for resource in list(real.client.pages(f"/{kind}")):
+        for resource in list(real_target.client.list_all(f"/{kind}")):
             names = [resource.get("name"), *(resource.get("names") or [])]
             # The list of templates may contain failed builds.
             if resource.get("buildStatus", "ready") == "ready" and any(
                 name and name.startswith(prefix) for name in names
             ):
-                real.client.delete(f"/{kind}/{resource[ident]}")
-    for volume in list(real.client.pages("/volumes")):
+                real_target.client.delete(f"/{kind}/{resource[ident]}")
+    for volume in list(real_target.client.list_all("/volumes")):
         if volume["name"].startswith(prefix):
-            real.client.delete(f"/volumes/{volume['name']}", withSnapshots=True)
+            real_target.client.delete(f"/volumes/{volume['name']}", withSnapshots=True)

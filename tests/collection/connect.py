@@ -1,6 +1,6 @@
 """Call the connection plugin in a separate process, as Ansible would, and print the results.
 
-`python connect.py COLLECTIONS` reads ``{variables, remember, become, calls: [[method, argument…]…]}`` as JSON and
+`python connect.py COLLECTIONS` reads ``{variables, gateways, become, calls: [[method, argument…]…]}`` as JSON and
 writes ``{results: [{value} | {error, message}…], growth}``. Bytes are encoded as base64. ``growth`` is the increase of
 the process's peak memory during the calls, in KiB.
 """
@@ -26,8 +26,8 @@ def main() -> None:
     connection = connection_loader.get("grove.sandbox.sandbox", PlayContext())
     from ansible_collections.grove.sandbox.plugins.plugin_utils import _gateways
 
-    for sandbox, gateway in request.get("remember", {}).items():
-        _gateways.remember(sandbox, _gateways.Gateway(**gateway))
+    for sandbox, gateway in request.get("gateways", {}).items():
+        _gateways.store_gateway(sandbox, _gateways.Gateway(**gateway))
     set_inventory_variables(connection, request["variables"])
     if request.get("become"):
         become = become_loader.get(request["become"].pop("method"))

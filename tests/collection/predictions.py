@@ -76,17 +76,17 @@ def required_items() -> set[tuple[str, str, str]]:
 
 
 def task(module: str, options: Mapping[str, Any], prefix: str) -> Task:
-    return {f"grove.sandbox.{module}": with_prefix(dict(options), prefix)}
+    return {f"grove.sandbox.{module}": insert_prefix(dict(options), prefix)}
 
 
-def with_prefix(value: Any, prefix: str) -> Any:
+def insert_prefix(value: Any, prefix: str) -> Any:
     """Return ``value`` with ``%`` replaced by the prefix in all strings."""
     if isinstance(value, str):
         return value.replace("%", prefix)
     if isinstance(value, dict):
-        return {key: with_prefix(item, prefix) for key, item in value.items()}
+        return {key: insert_prefix(item, prefix) for key, item in value.items()}
     if isinstance(value, (list, tuple)):
-        return [with_prefix(item, prefix) for item in value]
+        return [insert_prefix(item, prefix) for item in value]
     return value
 
 

@@ -1,4 +1,4 @@
-"""Run the playbooks that docs/recipes.md and docs/awx.md describe, directly or by the plays on these pages."""
+"""Run the playbooks that docs/recipes.md and docs/awx.md describe, directly or through the plays on these pages."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from tests.support import session
 from tests.support.roles import environment
 
 PAGES = [session.REPOSITORY / "docs" / name for name in ("recipes.md", "awx.md")]
-SECONDS = 600
+TIMEOUT_SECONDS = 600
 
 
 @dataclass(frozen=True)
@@ -40,14 +40,14 @@ def plays_by_playbook() -> dict[str, dict[str, Any]]:
     return {play["ansible.builtin.import_playbook"]: play for play in plays}
 
 
-class Player:
+class PlaybookRunner:
     """Runs playbooks against the gateway at ``url``, from the directory ``scratch``."""
 
     def __init__(self, scratch: Path, url: str = "unix:///nowhere", inventory: str = "localhost,") -> None:
         self.scratch, self.url, self.inventory = scratch, url, inventory
 
     def run_page(self, name: str, *options: str, **variables: Any) -> PlaybookRun:
-        """Run the page's play with ``grove.sandbox.<name>``. ``variables`` extend or override its variables."""
+        """Run the play that imports ``grove.sandbox.<name>``. ``variables`` extend or override its variables."""
         play = plays_by_playbook()[f"grove.sandbox.{name}"]
         playbook = self.scratch / f"{name}.yml"
         playbook.write_text(json.dumps([{**play, "vars": {**play["vars"], **variables}}]))
@@ -69,7 +69,7 @@ def run_playbook(scratch: Path, *arguments: str, **variables: str) -> PlaybookRu
         stdin=subprocess.DEVNULL,
         capture_output=True,
         text=True,
-        timeout=SECONDS,
+        timeout=TIMEOUT_SECONDS,
         check=False,
     )
     return PlaybookRun(result.stdout + result.stderr, result.returncode != 0)

@@ -1,4 +1,4 @@
-"""`ansible-test units` and `ansible-test integration`, run from the directory layout that ansible-test requires."""
+"""Run `ansible-test units` and `ansible-test integration` from the directory layout that ansible-test requires."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _TARGETS = session.REPOSITORY / "tests" / "integration" / "targets"
 
 @pytest.fixture(scope="module")
 def collection(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A new repository with the tracked files, at the path that ansible-test requires of a collection."""
+    """A new repository with the tracked files, at the path that ansible-test requires for a collection."""
     collection = tmp_path_factory.mktemp("collections") / "ansible_collections" / "grove" / "sandbox"
     listed = subprocess.run(
         ["git", "-C", str(session.REPOSITORY), "ls-files", "-z", "--cached", "--others", "--exclude-standard"],
@@ -50,12 +50,12 @@ def gateway(collection: Path) -> Iterator[str]:
         config.write_text(json.dumps({"gateway_url": url, "gateway_token": token, "gateway_template": template}))
         yield url
         return
-    with faulty_gateway.serve() as faulty:
-        faulty.token = "of-the-targets"
-        settings = {"gateway_url": faulty.url, "gateway_token": faulty.token, "gateway_template": TEMPLATE}
+    with faulty_gateway.serve() as server:
+        server.token = "of-the-targets"
+        settings = {"gateway_url": server.url, "gateway_token": server.token, "gateway_template": TEMPLATE}
         config.write_text(json.dumps(settings))
-        yield faulty.url
-        remaining = {kind: faulty.list_names(kind) for kind in ("sandboxes", "snapshots", "templates", "volumes")}
+        yield server.url
+        remaining = {kind: server.list_names(kind) for kind in ("sandboxes", "snapshots", "templates", "volumes")}
         expected = {"sandboxes": [], "snapshots": [], "templates": [TEMPLATE], "volumes": []}
         assert remaining == expected, "the targets must remove all resources that they create"
 

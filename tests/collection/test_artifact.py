@@ -36,7 +36,7 @@ def artifact(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def installed(artifact: Path) -> Path:
+def installed_collections(artifact: Path) -> Path:
     """A collections path that contains only this collection."""
     path = artifact.parent / "collections"
     argv = (_BIN / "ansible-galaxy", "collection", "install", artifact, "--offline", "--collections-path", path)
@@ -55,11 +55,13 @@ def test_the_artifact_contains_the_gateway_and_no_development_files(artifact: Pa
     assert not [name for name in names if name.split("/")[0] in development_files or "__pycache__" in name]
 
 
-def test_every_plugin_of_the_artifact_is_documented(installed: Path) -> None:
+def test_every_plugin_of_the_artifact_is_documented(installed_collections: Path) -> None:
     for kind in ("module", "connection", "inventory"):
         directory = "plugins/modules" if kind == "module" else f"plugins/{kind}"
         expected = {f"grove.sandbox.{path.stem}" for path in (session.REPOSITORY / directory).glob("[a-z]*.py")}
-        output = _run(_BIN / "ansible-doc", "--list", "--type", kind, "grove.sandbox", collections=installed)
+        output = _run(
+            _BIN / "ansible-doc", "--list", "--type", kind, "grove.sandbox", collections=installed_collections
+        )
         assert expected == set(re.findall(r"^grove\.sandbox\.\w+", output, re.M)), kind
 
 
@@ -72,11 +74,11 @@ def demo_state() -> Iterator[Path]:
         shutil.copy(archive, state / "cache")
     yield state
     if state.exists():
-        _play("demo_clean", state, session.COLLECTIONS)
+        _run_playbook("demo_clean", state, session.COLLECTIONS)
 
 
-def test_the_installed_demo_is_idempotent(installed: Path, demo_state: Path) -> None:
-    _play("demo", demo_state, installed)
+def test_the_installed_demo_is_idempotent(installed_collections: Path, demo_state: Path) -> None:
+    _run_playbook("demo", demo_state, installed_collections)
     output = (demo_state / "demo.txt").read_text()
     rows = [line.split() for line in output.splitlines() if line.split()[:1] and line.split()[0] in ("source", *_FORKS)]
     assert [row[0] for row in rows] == ["source", *_FORKS]
@@ -85,10 +87,10 @@ def test_the_installed_demo_is_idempotent(installed: Path, demo_state: Path) -> 
     assert all(row[4:6] == [rows[0][4], "same"] for row in rows), "all run the captured process"
     for row in rows:
         assert " ".join(row[6:]) == ("source" if row[0] == "source" else f"{row[0]}, source")
-    assert _count_changes(_play("demo", demo_state, installed)) == 0
+    assert _count_changes(_run_playbook("demo", demo_state, installed_collections)) == 0
 
 
-def _play(playbook: str, state: Path, collections: Path) -> str:
+def _run_playbook(playbook: str, state: Path, collections: Path) -> str:
     variables = json.dumps({"demo_state": str(state), "demo_forks": len(_FORKS)})
     argv = (_BIN / "ansible-playbook", "-i", "localhost,", f"grove.sandbox.{playbook}", "-e", variables)
     return _run(*argv, collections=collections, seconds=900)

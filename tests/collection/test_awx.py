@@ -20,8 +20,15 @@ import yaml
 
 from tests.api.memory_gateway import ADMIN_KEY, MemoryGateway
 from tests.collection import agents, awx_collection, awx_survey
-from tests.collection.awx_server import HIDDEN, MODULES, TOKEN, Awx, RefusedRequest, serve
-from tests.collection.recipes import SECONDS, Player, check_refusal, check_success, plays_by_playbook, run_playbook
+from tests.collection.awx_server import ENCRYPTED, MODULES, TOKEN, Awx, RefusedRequest, serve
+from tests.collection.recipes import (
+    TIMEOUT_SECONDS,
+    PlaybookRunner,
+    check_refusal,
+    check_success,
+    plays_by_playbook,
+    run_playbook,
+)
 from tests.freebsd_shim.harness import shim_in
 from tests.jail_zfs import pools
 from tests.support import session
@@ -34,7 +41,7 @@ NAMES = {template["playbook"]: template["name"] for template in TEMPLATES}
 
 @dataclass
 class Declaration:
-    """The double of AWX, and the play of docs/awx.md that declares all resources.
+    """The double of AWX, and the play of docs/awx.md that declares all resources in it.
 
     ``first_output`` is the output of the first run.
     """
@@ -176,23 +183,23 @@ def test_the_awx_double_refuses_invalid_requests(declaration: Declaration, case:
     awx = declaration.awx
     endpoint, _, remainder = location.partition("/")
     name, _, subresource = remainder.partition("/")
-    steps = [endpoint, str(awx.find_by_name(endpoint, name)["id"]), subresource] if name else [location]
+    segments = [endpoint, str(awx.find_by_name(endpoint, name)["id"]), subresource] if name else [location]
     ids = {"inventory": "inventories", "credential_type": "credential_types", "credential": "credentials"}
     resolved_body = {
         key: awx.find_by_name(ids[key], value)["id"] if key in ids else value for key, value in body.items()
     }
-    path, query, query_text = f"/api/v2/{'/'.join(filter(None, steps))}".partition("?")
+    path, query, query_text = f"/api/v2/{'/'.join(filter(None, segments))}".partition("?")
     before = len(awx.writes)
     status, output = awx.handle_request(method, f"{path}/{query}{query_text}", resolved_body, TOKEN)
     assert status in (400, 404) and output and len(awx.writes) == before, output
 
 
-def test_the_awx_double_needs_a_token_and_hides_secrets(declaration: Declaration) -> None:
+def test_the_awx_double_requires_a_token_and_hides_secrets(declaration: Declaration) -> None:
     assert declaration.awx.handle_request("GET", "/api/v2/projects/", None, "wrong")[0] == 401
     status, credentials = declaration.awx.handle_request(
         "GET", "/api/v2/credentials/?name=Sandbox+gateway", None, TOKEN
     )
-    assert status == 200 and credentials["results"][0]["inputs"] == {"url": declaration.gateway.url, "token": HIDDEN}
+    assert status == 200 and credentials["results"][0]["inputs"] == {"url": declaration.gateway.url, "token": ENCRYPTED}
 
 
 def test_the_awx_double_has_the_fields_of_the_modules() -> None:
@@ -241,9 +248,9 @@ INVALID_ANSWERS = [
 def test_a_job_needs_only_its_required_answers(declaration: Declaration, playbook: str) -> None:
     declaration.awx.launch(NAMES[playbook], ANSWERS[playbook])
     for missing in ANSWERS[playbook]:
-        others = {name: answer for name, answer in ANSWERS[playbook].items() if name != missing}
+        incomplete_answers = {name: answer for name, answer in ANSWERS[playbook].items() if name != missing}
         with pytest.raises(RefusedRequest, match=f"'{missing}' value missing"):
-            declaration.awx.launch(NAMES[playbook], others)
+            declaration.awx.launch(NAMES[playbook], incomplete_answers)
 
 
 @pytest.mark.parametrize(("playbook", "answer", "message"), INVALID_ANSWERS)
@@ -284,7 +291,7 @@ def launch(declaration: Declaration, tmp_path: Path) -> Iterator[Launch]:
             stdin=subprocess.DEVNULL,
             capture_output=True,
             text=True,
-            timeout=SECONDS,
+            timeout=TIMEOUT_SECONDS,
             check=False,
         )
         (artifacts,) = (directory / "artifacts").glob("*/rc")
@@ -331,7 +338,7 @@ def test_the_build_job_builds_a_template(declaration: Declaration, launch: Launc
 
 
 def test_the_rollback_job_restores_a_snapshot_of_the_nightly_job(declaration: Declaration, launch: Launch) -> None:
-    """Uses the answers of the schedule. The rollback job runs in check mode first."""
+    """Uses the survey answers of the schedule. The rollback job runs in check mode first."""
     create_sandbox(declaration, "web", team="blue")
     create_sandbox(declaration, "other")
     answers = declaration.awx.find_by_name("schedules", "Every night")["extra_data"]
@@ -339,7 +346,7 @@ def test_the_rollback_job_restores_a_snapshot_of_the_nightly_job(declaration: De
     with declaration.gateway.client() as api:
         (snapshot,) = api.get("/snapshots").json()
         assert re.fullmatch(r"web-\d{4}-\d\d-\d\d", snapshot["names"][0])
-        answers_of_rollback = {
+        rollback_answers = {
             "rollback_snapshot": snapshot["names"][0],
             "rollback_when": "broken",
             "rollback_backup_name": "kept",
@@ -347,9 +354,9 @@ def test_the_rollback_job_restores_a_snapshot_of_the_nightly_job(declaration: De
         head = api.get("/sandboxes/web").json()
         marker = declaration.scratch / "repaired"
         probe = f"test -e {marker} || ! touch {marker}"
-        assert '"kept_as": "kept"' in launch("roll_back", "--check", **answers_of_rollback, rollback_probe="false")
+        assert '"kept_as": "kept"' in launch("roll_back", "--check", **rollback_answers, rollback_probe="false")
         assert api.get("/sandboxes/web").json()["startedAt"] == head["startedAt"]
-        launch("roll_back", **answers_of_rollback, rollback_probe=probe)
+        launch("roll_back", **rollback_answers, rollback_probe=probe)
         assert api.get("/snapshots/kept").json()["sourceSandboxID"] == head["sandboxID"]
 
 
@@ -393,11 +400,11 @@ class Host:
         return tomllib.loads((self.root / "etc" / "config.toml").read_text())
 
     def remove(self, role: str, **options: Any) -> None:
-        """``options``: options of the role gateway; ``command_prefix``: see ``play``."""
+        """Remove the installation. ``options`` are options of the role gateway, or ``command_prefix``."""
         command_prefix = options.pop("command_prefix", ())
         for each in ("gateway", role):
-            absent = {f"{each}_state": "absent", f"{each}_remove_data": True}
-            run = play(each, {**self.variables, **options, **absent}, into=self.root, inside=command_prefix)
+            removal_options = {f"{each}_state": "absent", f"{each}_remove_data": True}
+            run = play(each, {**self.variables, **options, **removal_options}, into=self.root, inside=command_prefix)
             assert not run.failed, run.output
 
 
@@ -410,7 +417,7 @@ def root(need_root: None) -> Iterator[Path]:
 
 
 @pytest.fixture(scope="module")
-def linux(root: Path) -> Iterator[Host]:
+def linux_host(root: Path) -> Iterator[Host]:
     host = Host(root, "kvm_xfs")
     host.variables |= {
         "kvm_xfs_host_state_root": str(host.root / "state"),
@@ -424,28 +431,28 @@ def linux(root: Path) -> Iterator[Host]:
     host.remove("kvm_xfs_host")
 
 
-def test_the_install_job_for_a_kvm_host_is_idempotent(linux: Host, launch: Launch, tmp_path: Path) -> None:
+def test_the_install_job_for_a_kvm_host_is_idempotent(linux_host: Host, launch: Launch, tmp_path: Path) -> None:
     """After the play of docs/recipes.md has installed the host, the job with the same answers changes nothing."""
     inventory = tmp_path / "hosts.yml"
     local_host = {"ansible_connection": "local", "ansible_python_interpreter": "/usr/bin/python3"}
     inventory.write_text(json.dumps({"sandbox_hosts": {"hosts": {"here": local_host}}}))
-    player = Player(tmp_path, inventory=str(inventory))
+    playbook_runner = PlaybookRunner(tmp_path, inventory=str(inventory))
     page = plays_by_playbook()["grove.sandbox.install_host"]["vars"]
-    config_variables = {"install_gateway_config": {**page["install_gateway_config"], **linux.gateway_config}}
+    config_variables = {"install_gateway_config": {**page["install_gateway_config"], **linux_host.gateway_config}}
     size = {"kvm_xfs_host_loop_size_mb": 2048}
-    options = {**linux.variables, **config_variables, **size}
-    check_refusal(player.run_page("install_host", **options, gateway_config={}), "in install_gateway_config")
-    predicted = player.run_page("install_host", "--check", **options)
-    assert check_success(predicted) and predicted.changed_tasks > 3 and not (linux.root / "state").exists()
-    check_success(player.run_page("install_host", **options))
-    assert linux.request("/health")["status"] == "ok"
-    config = linux.config()
+    options = {**linux_host.variables, **config_variables, **size}
+    check_refusal(playbook_runner.run_page("install_host", **options, gateway_config={}), "in install_gateway_config")
+    predicted = playbook_runner.run_page("install_host", "--check", **options)
+    assert check_success(predicted) and predicted.changed_tasks > 3 and not (linux_host.root / "state").exists()
+    check_success(playbook_runner.run_page("install_host", **options))
+    assert linux_host.request("/health")["status"] == "ok"
+    config = linux_host.config()
     assert config["kvm_xfs"] == {"accelerator": "tcg"} and config["limits"] == {"sandboxes": 50}
-    assert count_changes(launch("install_host", **linux.variables, **config_variables, **size)) == 0
+    assert count_changes(launch("install_host", **linux_host.variables, **config_variables, **size)) == 0
 
 
 @pytest.fixture
-def freebsd(linux: Host, root: Path, tmp_path: Path) -> Iterator[tuple[Host, tuple[str, ...]]]:
+def freebsd_host(linux_host: Host, root: Path, tmp_path: Path) -> Iterator[tuple[Host, tuple[str, ...]]]:
     """A host with doubles of FreeBSD's commands, and the command prefix to enter it. Uses the Linux host's programs."""
     with pools.pool(f"t{session.run_id()}i", session.run_dir()) as pool, shim_in(tmp_path) as shim:
         host = Host(root, "jail_zfs")
@@ -473,9 +480,9 @@ def freebsd(linux: Host, root: Path, tmp_path: Path) -> Iterator[tuple[Host, tup
         )
 
 
-def test_the_install_job_installs_a_jail_host(freebsd: tuple[Host, tuple[str, ...]], launch: Launch) -> None:
-    """Needs the previous test, because packages cannot be downloaded where the doubles replace the commands."""
-    host, command_prefix = freebsd
+def test_the_install_job_installs_a_jail_host(freebsd_host: tuple[Host, tuple[str, ...]], launch: Launch) -> None:
+    """Depends on the previous test, because packages cannot be downloaded where the doubles replace the commands."""
+    host, command_prefix = freebsd_host
     cache = {"install_gateway_config": {"host": {"cache_root": str(session.cache_dir())}, "network": {"pool": 1}}}
     options = {**host.variables, **cache, "install_kind": "jail_zfs"}
     launch("install_host", command_prefix=command_prefix, **options)

@@ -50,7 +50,7 @@ def web(gateway: MemoryGateway) -> Iterator[str]:
         api.delete("/sandboxes/web")
 
 
-def calls(*method_calls: list[Any], variables: dict[str, Any], **options: Any) -> dict[str, Any]:
+def call_plugin(*method_calls: list[Any], variables: dict[str, Any], **options: Any) -> dict[str, Any]:
     """Call methods of the plugin and return the results; see connect.py."""
     run = subprocess.run(
         [sys.executable, "-m", "tests.collection.connect", str(session.COLLECTIONS)],
@@ -91,7 +91,7 @@ def encode(data: bytes) -> str:
 @pytest.mark.parametrize("endpoint", ["socket", "tcp"])
 def test_commands_return_exit_codes_and_output(gateway: MemoryGateway, web: str, endpoint: str) -> None:
     binary_input = bytes(range(256)) * 8192
-    response = calls(
+    response = call_plugin(
         ["exec_command", "printf 'a\\0b'; printf 'c\\377' >&2; exit 7"],
         ["exec_command", "kill -9 $$"],
         ["exec_command", "read line || echo nothing to read; pwd; id -un"],
@@ -126,7 +126,7 @@ def test_commands_and_files_use_the_remote_user(gateway: MemoryGateway, web: str
     source, group = tmp_path / "source.txt", grp.getgrgid(pwd.getpwnam("nobody").pw_gid).gr_name
     source.write_text("text")
     variables = {**connection_variables(gateway)["socket"], "ansible_user": "nobody"}
-    response = calls(
+    response = call_plugin(
         ["exec_command", "id -un; touch /etc/hostname 2>/dev/null || echo no"],
         ["put_file", str(source), str(target / "put")],
         variables=variables,
@@ -134,7 +134,7 @@ def test_commands_and_files_use_the_remote_user(gateway: MemoryGateway, web: str
     assert check_success(response["results"][0])[:2] == (0, b"nobody\nno\n")
     assert "value" in response["results"][1]
     assert (target / "put").owner() == "nobody" and (target / "put").group() == group
-    (refused,) = calls(["exec_command", "id"], variables={**variables, "ansible_user": "nosuchuser"})["results"]
+    (refused,) = call_plugin(["exec_command", "id"], variables={**variables, "ansible_user": "nosuchuser"})["results"]
     assert refused["error"] == "AnsibleConnectionFailure" and "'nosuchuser' does not exist" in refused["message"]
 
 
@@ -147,12 +147,12 @@ def test_files_with_any_name_and_content_are_transferred(
     source, inside, downloaded = tmp_path / "source", tmp_path / "in side" / name, tmp_path / "back"
     data = bytes(range(256)) * 300 + os.urandom(4097)
     source.write_bytes(data)
-    empty = tmp_path / "empty"
-    empty.touch()
-    response = calls(
+    empty_file = tmp_path / "empty"
+    empty_file.touch()
+    response = call_plugin(
         ["put_file", str(source), str(inside)],
         ["fetch_file", str(inside), str(downloaded)],
-        ["put_file", str(empty), str(inside)],
+        ["put_file", str(empty_file), str(inside)],
         ["exec_command", f"wc -c < {shlex.quote(str(inside))}"],
         ["fetch_file", str(inside), str(downloaded) + ".2"],
         variables=connection_variables(gateway)["tcp"],
@@ -174,7 +174,7 @@ def test_large_files_use_little_memory(gateway: MemoryGateway, web: str, tmp_pat
             digest.update(chunk)
     agent, here = peak_memory(gateway, web), resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     variables = connection_variables(gateway)[endpoint]
-    response = calls(
+    response = call_plugin(
         ["put_file", str(source), str(inside)], ["fetch_file", str(inside), str(downloaded)], variables=variables
     )
     assert all("value" in result for result in response["results"]), response
@@ -202,7 +202,7 @@ def sha256(path: Path) -> str:
 
 def test_failed_transfers_are_reported(gateway: MemoryGateway, web: str, tmp_path: Path) -> None:
     (tmp_path / "there").write_text("x")
-    response = calls(
+    response = call_plugin(
         ["put_file", str(tmp_path / "missing"), "/tmp/x"],
         ["put_file", str(tmp_path / "there"), str(tmp_path)],
         ["fetch_file", str(tmp_path / "missing"), str(tmp_path / "back")],
@@ -234,7 +234,7 @@ def test_calls_share_one_connection(gateway: MemoryGateway, web: str, tmp_path: 
         original(self, transport)
 
     with mock.patch.object(H11Protocol, "connection_made", connection_made):
-        response = calls(
+        response = call_plugin(
             *method_calls, ["reset"], ["exec_command", "true"], variables=connection_variables(gateway)[endpoint]
         )
     assert all("value" in result for result in response["results"]), response
@@ -267,16 +267,16 @@ def test_tls_verifies_the_certificate(tmp_path: Path) -> None:
             ["put_file", str(source), str(tmp_path / "inside")],
             ["fetch_file", str(tmp_path / "inside"), str(tmp_path / "back")],
         ]
-        command_result, *files = calls(
+        command_result, *files = call_plugin(
             *method_calls, variables={**variables, "ansible_sandbox_ca_path": str(certificate)}
         )["results"]
         assert check_success(command_result) == (0, source.read_bytes(), b"")
         assert files == [{"value": None}] * 2 and (tmp_path / "back").read_bytes() == source.read_bytes()
-        (unchecked,) = calls(
+        (unchecked,) = call_plugin(
             ["exec_command", "true"], variables={**variables, "ansible_sandbox_validate_certs": False}
         )["results"]
         assert check_success(unchecked)[0] == 0
-        (refused,) = calls(["exec_command", "true"], variables=variables)["results"]
+        (refused,) = call_plugin(["exec_command", "true"], variables=variables)["results"]
         assert refused["error"] == "AnsibleConnectionFailure" and "was not accepted" in refused["message"]
 
 
@@ -287,25 +287,27 @@ def test_keys_come_from_variables_files_or_the_inventory(gateway: MemoryGateway,
     accepted_settings: list[dict[str, Any]] = [
         {"variables": {**tcp, "ansible_sandbox_gateway_token": ADMIN_KEY}},
         {"variables": {**tcp, "ansible_sandbox_gateway_token_file": str(keys)}},
-        {"variables": tcp, "remember": {web: {"url": gateway.url, "token": EXEC_KEY}}},
+        {"variables": tcp, "gateways": {web: {"url": gateway.url, "token": EXEC_KEY}}},
         # Values from the inventory plugin override other variables of the host.
         {
             "variables": {**tcp, "ansible_sandbox_validate_certs": "false"},
-            "remember": {web: {"url": gateway.url, "token_file": str(keys)}},
+            "gateways": {web: {"url": gateway.url, "token_file": str(keys)}},
         },
         {
             "variables": {**tcp, "ansible_sandbox_gateway_token": EXEC_KEY},
-            "remember": {web: {"url": gateway.url, "token": READ_KEY}},
+            "gateways": {web: {"url": gateway.url, "token": READ_KEY}},
         },
     ]
     for method_calls in accepted_settings:
-        assert check_success(calls(["exec_command", "true"], **method_calls)["results"][0])[0] == 0, method_calls
+        assert check_success(call_plugin(["exec_command", "true"], **method_calls)["results"][0])[0] == 0, method_calls
     # An entry of another gateway under the same id does not apply to this one.
-    other = {web: {"url": "http://192.0.2.1:1", "token": EXEC_KEY}}
-    (result,) = calls(["exec_command", "true"], variables=tcp, remember=other)["results"]
+    other_gateway = {web: {"url": "http://192.0.2.1:1", "token": EXEC_KEY}}
+    (result,) = call_plugin(["exec_command", "true"], variables=tcp, gateways=other_gateway)["results"]
     assert result["error"] == "AnsibleConnectionFailure" and "does not accept" in result["message"]
     for key, message in ((READ_KEY, "has scope read"), ("x" * 20, "does not accept the key"), ("", "does not accept")):
-        (result,) = calls(["exec_command", "true"], variables={**tcp, "ansible_sandbox_gateway_token": key})["results"]
+        (result,) = call_plugin(["exec_command", "true"], variables={**tcp, "ansible_sandbox_gateway_token": key})[
+            "results"
+        ]
         assert result["error"] == "AnsibleConnectionFailure" and message in result["message"]
         assert not key or key not in result["message"]
 
@@ -317,16 +319,16 @@ def test_unreachable_sandboxes_are_reported(gateway: MemoryGateway, web: str, tm
     method_calls.append(["fetch_file", "/etc/hostname", str(tmp_path / "back")])
     with gateway.client() as api:
         api.post("/sandboxes/web/pause").raise_for_status()
-    for result in calls(*method_calls, variables=variables)["results"]:
+    for result in call_plugin(*method_calls, variables=variables)["results"]:
         assert result["error"] == "AnsibleConnectionFailure" and "is paused" in result["message"], result
-    for result in calls(*method_calls, variables={**variables, "ansible_host": "0" * 12})["results"]:
+    for result in call_plugin(*method_calls, variables={**variables, "ansible_host": "0" * 12})["results"]:
         assert result["error"] == "AnsibleConnectionFailure" and "not found" in result["message"], result
     for url, message in (
         (f"unix://{tmp_path}/none.sock", "check that sandbox-gateway is running"),
         ("http://127.0.0.1:9", "nothing listens"),
         ("ftp://x", "is not the address of a gateway"),
     ):
-        (result,) = calls(method_calls[0], variables={**variables, "ansible_sandbox_gateway_url": url})["results"]
+        (result,) = call_plugin(method_calls[0], variables={**variables, "ansible_sandbox_gateway_url": url})["results"]
         assert result["error"] == "AnsibleConnectionFailure" and message in result["message"], result
 
 
@@ -336,7 +338,7 @@ def test_a_machine_that_stops_during_a_command_is_unreachable(
 ) -> None:
     start_marker = tmp_path / "begun"
 
-    def end() -> None:
+    def stop_machine() -> None:
         while not start_marker.exists():
             time.sleep(0.02)
         with gateway.client() as api:
@@ -350,15 +352,15 @@ def test_a_machine_that_stops_during_a_command_is_unreachable(
     if verb == "rollback":
         with gateway.client() as api:
             api.post("/sandboxes/web/snapshots", json={"name": "before"}).raise_for_status()
-    other = threading.Thread(target=end)
-    other.start()
+    stopper = threading.Thread(target=stop_machine)
+    stopper.start()
     started = time.monotonic()
-    first, second = calls(
+    first, second = call_plugin(
         ["exec_command", f"touch {start_marker}; sleep 60"],
         ["exec_command", "echo again"],
         variables=connection_variables(gateway)["tcp"],
     )["results"]
-    other.join()
+    stopper.join()
     assert time.monotonic() - started < 30
     assert first["error"] == "AnsibleConnectionFailure" and "was closed" in first["message"], first
     if verb == "rollback":
@@ -370,7 +372,7 @@ def test_a_machine_that_stops_during_a_command_is_unreachable(
         assert second["error"] == "AnsibleConnectionFailure", second
 
 
-def test_a_silent_gateway_times_out(gateway: MemoryGateway, web: str) -> None:
+def test_a_silent_agent_times_out(gateway: MemoryGateway, web: str) -> None:
     machine = gateway.machine(web)
     assert isinstance(machine, agents.AgentMachine)
     variables = {**connection_variables(gateway)["socket"], "ansible_sandbox_gateway_timeout": 2}
@@ -378,12 +380,12 @@ def test_a_silent_gateway_times_out(gateway: MemoryGateway, web: str) -> None:
         ["exec_command", "sleep 5; echo done"],
         ["exec_command", "sleep 5; cat | wc -c", encode(bytes(LARGE_FILE_BYTES >> 8))],
     ]
-    slow_command, slow_reader = calls(*method_calls, variables=variables)["results"]
+    slow_command, slow_reader = call_plugin(*method_calls, variables=variables)["results"]
     assert check_success(slow_command)[1] == b"done\n", "a command can run for longer while the agent sends heartbeats"
     assert int(check_success(slow_reader)[1]) == LARGE_FILE_BYTES >> 8, "a command can delay reading its input"
     os.kill(machine.pid, signal.SIGSTOP)
     try:
-        (result,) = calls(["exec_command", "true"], variables=variables)["results"]
+        (result,) = call_plugin(["exec_command", "true"], variables=variables)["results"]
     finally:
         os.kill(machine.pid, signal.SIGCONT)
     assert result["error"] == "AnsibleConnectionFailure" and "neither data nor a heartbeat for 2 s" in result["message"]
@@ -414,14 +416,14 @@ def test_become_sends_the_password(gateway: MemoryGateway, web: str, tmp_path: P
     variables = {**connection_variables(gateway)["socket"], "ansible_user": "root"}
     become = {"method": "sudo", "become_exe": str(sudo), "become_user": "nobody", "become_pass": 'right "one"'}
     method_calls = ["become", "echo out; echo err >&2; exit 5"]
-    code, out, err = check_success(calls(method_calls, variables=variables, become=dict(become))["results"][0])
+    code, out, err = check_success(call_plugin(method_calls, variables=variables, become=dict(become))["results"][0])
     assert code == 5 and out.endswith(b"out\n") and out.startswith(b"BECOME-SUCCESS") and err == b"err\n"
     started = time.monotonic()
-    (wrong,) = calls(method_calls, variables=variables, become={**become, "become_pass": "wrong"})["results"]
+    (wrong,) = call_plugin(method_calls, variables=variables, become={**become, "become_pass": "wrong"})["results"]
     assert wrong["error"] == "AnsibleError" and "the password was not accepted" in wrong["message"]
     assert "wrong" not in wrong["message"] and time.monotonic() - started < 30
     del become["become_pass"]
-    (missing,) = calls(method_calls, variables=variables, become=become)["results"]
+    (missing,) = call_plugin(method_calls, variables=variables, become=become)["results"]
     assert missing["error"] == "AnsibleError" and "requires a password" in missing["message"]
 
 
@@ -431,9 +433,17 @@ def test_become_sends_the_password(gateway: MemoryGateway, web: str, tmp_path: P
 def play(gateway: MemoryGateway, scratch: Path, *tasks: dict[str, Any], **variables: Any) -> list[dict[str, Any]]:
     """Run tasks in the sandbox web and return their results."""
     target = Target(gateway.unix_url, scratch)
-    extra = {"ansible_connection": "grove.sandbox.sandbox", "ansible_host": "web", "ansible_remote_tmp": str(scratch)}
-    extra |= {"ansible_sandbox_gateway_url": gateway.unix_url, "ansible_python_interpreter": PYTHON, **variables}
-    return target.play(*tasks, options=("-e", json.dumps(extra)))
+    extra_variables = {
+        "ansible_connection": "grove.sandbox.sandbox",
+        "ansible_host": "web",
+        "ansible_remote_tmp": str(scratch),
+    }
+    extra_variables |= {
+        "ansible_sandbox_gateway_url": gateway.unix_url,
+        "ansible_python_interpreter": PYTHON,
+        **variables,
+    }
+    return target.play(*tasks, options=("-e", json.dumps(extra_variables)))
 
 
 def test_common_modules_work_in_a_play(gateway: MemoryGateway, web: str, tmp_path: Path) -> None:
@@ -486,7 +496,7 @@ def test_a_paused_sandbox_is_reported_as_unreachable(gateway: MemoryGateway, web
 
 
 def test_a_play_in_a_fork_of_a_real_machine(shared_gateway: Gateway, template: str, tmp_path: Path) -> None:
-    """Uses the inventory and the connection on a virtual machine that was forked while it ran, as several users."""
+    """Uses both plugins, as several users, on a virtual machine that was forked while it ran."""
     api = shared_gateway
     source = api.call("POST", "/sandboxes", {"templateID": template, "name": "plugins"})["sandboxID"]
     try:
@@ -502,7 +512,7 @@ def test_a_play_in_a_fork_of_a_real_machine(shared_gateway: Gateway, template: s
         inventory, playbook, source_file = tmp_path / "sandboxes.yml", tmp_path / "book.yml", tmp_path / "sent"
         inventory.write_text(json.dumps(content))
         source_file.write_bytes(os.urandom(3 << 20))
-        playbook.write_text(json.dumps([_run_play_in_fork(tmp_path)]))
+        playbook.write_text(json.dumps([_play_for_fork(tmp_path)]))
         run = subprocess.run(
             [ansible_playbook(), "-i", str(inventory), str(playbook)],
             env={
@@ -526,7 +536,7 @@ def test_a_play_in_a_fork_of_a_real_machine(shared_gateway: Gateway, template: s
         api.client.delete("/snapshots/plugins-golden")
 
 
-def _run_play_in_fork(scratch: Path) -> dict[str, Any]:
+def _play_for_fork(scratch: Path) -> dict[str, Any]:
     """Return a play with few modules, because they are slow in an emulated machine."""
     return {
         "hosts": "head_plugins_golden:&metadata_role_a_b",

@@ -48,7 +48,7 @@ SETUP_TASKS: dict[str, list[Task]] = {
 }
 
 
-def examples(module: Path) -> list[Task]:
+def load_examples(module: Path) -> list[Task]:
     for node in ast.parse(module.read_text()).body:
         if isinstance(node, ast.Assign) and getattr(node.targets[0], "id", "") == "EXAMPLES":
             tasks: Any = yaml.safe_load(ast.literal_eval(node.value))
@@ -58,13 +58,13 @@ def examples(module: Path) -> list[Task]:
 
 
 @pytest.mark.parametrize("module", MODULES, ids=lambda module: module.stem)
-def test_examples_succeed_and_change_something(in_memory: Target, tmp_path: Path, module: Path) -> None:
+def test_examples_succeed_and_change_something(memory_target: Target, tmp_path: Path, module: Path) -> None:
     setup_tasks = SETUP_TASKS.get(module.stem, [])
     image = tmp_path / "base.tar.zst"
     image.touch()
     # The gateway reads the image of a template to detect changes.
-    tasks = json.loads(json.dumps(examples(module)).replace(IMAGE, str(image)))
-    results = in_memory.play(*setup_tasks, *tasks)
+    tasks = json.loads(json.dumps(load_examples(module)).replace(IMAGE, str(image)))
+    results = memory_target.play(*setup_tasks, *tasks)
     for result in results:
         assert not result.get("failed"), result["msg"]
     is_info_module = module.stem.endswith("_info")

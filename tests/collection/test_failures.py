@@ -13,11 +13,11 @@ from tests.support.faulty_gateway import TEMPLATE, FaultyGateway
 KEY = "a-key-that-must-stay-secret"
 
 
-def fork(**options: Any) -> Task:
+def fork_task(**options: Any) -> Task:
     return {"grove.sandbox.sandbox_fork": {"snapshot": TEMPLATE, **options}}
 
 
-def sandbox(**options: Any) -> Task:
+def sandbox_task(**options: Any) -> Task:
     return {"grove.sandbox.sandbox": options}
 
 
@@ -29,53 +29,53 @@ def check_failed(result: dict[str, Any], kind: str, *texts: str) -> None:
         assert text in result["msg"]
 
 
-def test_unusable_gateways_are_reported(tmp_path: Path, faulty: FaultyGateway, keywords: Any) -> None:
+def test_unusable_gateways_are_reported(tmp_path: Path, faulty_gateway: FaultyGateway, keywords: Any) -> None:
     target = Target(f"unix://{tmp_path}/gateway.sock", tmp_path)
     missing_socket, closed_port, wrong_scheme = target.play(
-        sandbox(name="box", template="base"),
-        sandbox(name="box", template="base", gateway_url="http://127.0.0.1:9"),
-        sandbox(name="box", template="base", gateway_url="ftp://127.0.0.1"),
+        sandbox_task(name="box", template="base"),
+        sandbox_task(name="box", template="base", gateway_url="http://127.0.0.1:9"),
+        sandbox_task(name="box", template="base", gateway_url="ftp://127.0.0.1"),
         keywords=keywords,
     )
     check_failed(missing_socket, "unreachable", "gateway.sock", "check that sandbox-gateway is running")
     check_failed(closed_port, "unreachable", "http://127.0.0.1:9", "nothing listens")
     check_failed(wrong_scheme, "invalid", "gateway_url", "unix:///path/to/gateway.sock")
-    faulty.token = KEY
-    wrong, listed = Target(faulty.url, tmp_path, token="an-unknown-key").play(
-        sandbox(name="box", template="base"), {"grove.sandbox.sandbox_info": {}}, keywords=keywords
+    faulty_gateway.token = KEY
+    wrong, listed = Target(faulty_gateway.url, tmp_path, token="an-unknown-key").play(
+        sandbox_task(name="box", template="base"), {"grove.sandbox.sandbox_info": {}}, keywords=keywords
     )
     for result in (wrong, listed):
-        check_failed(result, "unauthorized", faulty.url, "gateway_token")
+        check_failed(result, "unauthorized", faulty_gateway.url, "gateway_token")
         assert result["failure"]["status"] == 401
-    faulty.token, faulty.version = "", "0.0.9"
-    predicted, old = Target(faulty.url, tmp_path).play(
-        {**sandbox(name="box", template="base"), "check_mode": True},
-        sandbox(name="box", template="base"),
+    faulty_gateway.token, faulty_gateway.version = "", "0.0.9"
+    predicted, old = Target(faulty_gateway.url, tmp_path).play(
+        {**sandbox_task(name="box", template="base"), "check_mode": True},
+        sandbox_task(name="box", template="base"),
         keywords=keywords,
     )
     check_failed(predicted, "too_old", "0.0.9", "0.1.0 or newer")
     check_failed(old, "too_old", "0.0.9", "0.1.0 or newer", "role grove.sandbox.gateway")
-    assert not old["changed"] and not faulty.list_objects("sandboxes")
+    assert not old["changed"] and not faulty_gateway.list_objects("sandboxes")
 
 
-def test_modules_use_a_unix_socket(tmp_path: Path, faulty: FaultyGateway, keywords: Any) -> None:
+def test_modules_use_a_unix_socket(tmp_path: Path, faulty_gateway: FaultyGateway, keywords: Any) -> None:
     socket = tmp_path / "gateway.sock"
-    with faulty.listening(socket) as url:
-        (created,) = Target(url, tmp_path).verify(sandbox(name="box", template="base"), keywords=keywords)
+    with faulty_gateway.listening(socket) as url:
+        (created,) = Target(url, tmp_path).verify(sandbox_task(name="box", template="base"), keywords=keywords)
     assert created["sandbox"]["name"] == "box"
 
 
-def test_invalid_options_are_refused(in_memory: Target, faulty: FaultyGateway, keywords: Any) -> None:
-    count, name, twice, size, life, both, nothing, unknown, wrong_type = in_memory.play(
-        fork(count=-1, name_prefix="ci"),
-        sandbox(name="n" * 10_000, template=TEMPLATE),
-        sandbox(name=["a", "a"], template=TEMPLATE),
-        sandbox(name="box", template=TEMPLATE, memory_mb=-5),
-        sandbox(name="box", template=TEMPLATE, timeout=0),
-        sandbox(name="box", template=TEMPLATE, snapshot=TEMPLATE),
-        sandbox(name="box"),
-        sandbox(name="box", template=TEMPLATE, colour="red"),
-        sandbox(name="box", template=TEMPLATE, cpus="many"),
+def test_invalid_options_are_refused(memory_target: Target, faulty_gateway: FaultyGateway, keywords: Any) -> None:
+    count, name, twice, size, life, both, nothing, unknown, wrong_type = memory_target.play(
+        fork_task(count=-1, name_prefix="ci"),
+        sandbox_task(name="n" * 10_000, template=TEMPLATE),
+        sandbox_task(name=["a", "a"], template=TEMPLATE),
+        sandbox_task(name="box", template=TEMPLATE, memory_mb=-5),
+        sandbox_task(name="box", template=TEMPLATE, timeout=0),
+        sandbox_task(name="box", template=TEMPLATE, snapshot=TEMPLATE),
+        sandbox_task(name="box"),
+        sandbox_task(name="box", template=TEMPLATE, colour="red"),
+        sandbox_task(name="box", template=TEMPLATE, cpus="many"),
         keywords=keywords,
     )
     check_failed(count, "invalid", "count must be at least 0, not -1")
@@ -88,13 +88,13 @@ def test_invalid_options_are_refused(in_memory: Target, faulty: FaultyGateway, k
     check_failed(nothing, "not_found", "'template' or 'snapshot'")
     check_failed(unknown, "invalid", "Unsupported parameters for (grove.sandbox.sandbox) module: colour", "cold_start")
     check_failed(wrong_type, "invalid", "cpus", "many")
-    assert not faulty.list_objects("sandboxes")
+    assert not faulty_gateway.list_objects("sandboxes")
 
 
-def test_unknown_sources_are_reported(in_memory: Target) -> None:
-    template, snapshot, sandbox_result = in_memory.play(
-        sandbox(name="box", template="none-such"),
-        sandbox(name="box", snapshot="none-such"),
+def test_unknown_sources_are_reported(memory_target: Target) -> None:
+    template, snapshot, sandbox_result = memory_target.play(
+        sandbox_task(name="box", template="none-such"),
+        sandbox_task(name="box", snapshot="none-such"),
         {"grove.sandbox.sandbox_rollback": {"sandbox": "none-such", "snapshot": TEMPLATE}},
     )
     check_failed(template, "not_found", "template 'none-such' not found")
@@ -102,23 +102,25 @@ def test_unknown_sources_are_reported(in_memory: Target) -> None:
     check_failed(sandbox_result, "not_found", "sandbox 'none-such' not found")
 
 
-def test_names_of_other_kinds_of_resources_are_refused(in_memory: Target, faulty: FaultyGateway) -> None:
-    predicted, actual, capture = in_memory.play(
-        {**sandbox(name=TEMPLATE, template=TEMPLATE), "check_mode": True},
-        sandbox(name=TEMPLATE, template=TEMPLATE),
+def test_names_of_other_kinds_of_resources_are_refused(memory_target: Target, faulty_gateway: FaultyGateway) -> None:
+    predicted, actual, capture = memory_target.play(
+        {**sandbox_task(name=TEMPLATE, template=TEMPLATE), "check_mode": True},
+        sandbox_task(name=TEMPLATE, template=TEMPLATE),
         {"grove.sandbox.sandbox_template": {"name": "other"}},
     )
     check_failed(predicted, "name_taken", "taken by a template")
     assert predicted["msg"] == actual["msg"]
     assert capture["changed"]
-    assert not faulty.list_objects("sandboxes")
+    assert not faulty_gateway.list_objects("sandboxes")
 
 
-def test_a_failed_fork_removes_all_forks_unless_atomic_is_false(in_memory: Target, faulty: FaultyGateway) -> None:
-    faulty.failing = {"ci-3"}
-    atomic_result, partial_result = in_memory.play(
-        fork(count=5, name_prefix="ci"),
-        fork(count=5, name_prefix="ci", atomic=False),
+def test_a_failed_fork_removes_all_forks_unless_atomic_is_false(
+    memory_target: Target, faulty_gateway: FaultyGateway
+) -> None:
+    faulty_gateway.failing = {"ci-3"}
+    atomic_result, partial_result = memory_target.play(
+        fork_task(count=5, name_prefix="ci"),
+        fork_task(count=5, name_prefix="ci", atomic=False),
     )
     check_failed(atomic_result, "backend_failed", "'ci-3' did not answer")
     assert not atomic_result["changed"] and atomic_result["sandboxes"] == []
@@ -130,15 +132,17 @@ def test_a_failed_fork_removes_all_forks_unless_atomic_is_false(in_memory: Targe
         "ci-5",
     ]
     assert [outcome["name"] for outcome in partial_result["outcomes"] if outcome["failed"]] == ["ci-3"]
-    faulty.failing = set()
-    (completed,) = in_memory.verify(fork(count=5, name_prefix="ci"))
+    faulty_gateway.failing = set()
+    (completed,) = memory_target.verify(fork_task(count=5, name_prefix="ci"))
     assert [outcome["name"] for outcome in completed["outcomes"] if outcome["changed"]] == ["ci-3"]
 
 
-def test_one_refusal_stops_the_task_unless_continue_on_error_is_set(in_memory: Target, faulty: FaultyGateway) -> None:
-    in_memory.play(sandbox(name="b", template=TEMPLATE))
+def test_one_refusal_stops_the_task_unless_continue_on_error_is_set(
+    memory_target: Target, faulty_gateway: FaultyGateway
+) -> None:
+    memory_target.play(sandbox_task(name="b", template=TEMPLATE))
     options = {"name": ["a", "b", "c"], "template": TEMPLATE, "cpus": 4, "cold_start": True}
-    stopped, continued = in_memory.play(sandbox(**options), sandbox(**options, continue_on_error=True))
+    stopped, continued = memory_target.play(sandbox_task(**options), sandbox_task(**options, continue_on_error=True))
     check_failed(stopped, "conflict", "'b' has cpus 1, not 4")
     assert not stopped["changed"] and stopped["sandboxes"][0]["name"] == "b"
     check_failed(continued, "conflict", "'b' has cpus 1, not 4")
@@ -150,32 +154,36 @@ def test_one_refusal_stops_the_task_unless_continue_on_error_is_set(in_memory: T
     ]
 
 
-def test_dead_siblings_are_replaced_and_foreign_ones_refused(in_memory: Target, faulty: FaultyGateway) -> None:
-    in_memory.verify(
-        fork(count=2, name_prefix="ci"), {"grove.sandbox.sandbox_snapshot": {"name": "s", "sandbox": "ci-2"}}
+def test_dead_siblings_are_replaced_and_foreign_ones_refused(
+    memory_target: Target, faulty_gateway: FaultyGateway
+) -> None:
+    memory_target.verify(
+        fork_task(count=2, name_prefix="ci"), {"grove.sandbox.sandbox_snapshot": {"name": "s", "sandbox": "ci-2"}}
     )
-    (dead,) = (box["sandboxID"] for box in faulty.list_objects("sandboxes") if box["name"] == "ci-1")
-    faulty.end_machine("ci-1")
-    (replaced_task,) = in_memory.verify(fork(count=2, name_prefix="ci"))
+    (dead,) = (box["sandboxID"] for box in faulty_gateway.list_objects("sandboxes") if box["name"] == "ci-1")
+    faulty_gateway.end_machine("ci-1")
+    (replaced_task,) = memory_target.verify(fork_task(count=2, name_prefix="ci"))
     assert replaced_task["sandboxes"][0]["id"] != dead
-    assert dead not in [box["sandboxID"] for box in faulty.list_objects("sandboxes")]
+    assert dead not in [box["sandboxID"] for box in faulty_gateway.list_objects("sandboxes")]
     task = {"grove.sandbox.sandbox_fork": {"snapshot": "s", "names": ["ci-1", "x"]}}
-    (foreign,) = in_memory.play(task)
+    (foreign,) = memory_target.play(task)
     check_failed(foreign, "conflict", "'ci-1' exists but is not a fork of snapshot 's'", "recreate: true")
     assert not foreign["changed"]
     task["grove.sandbox.sandbox_fork"]["recreate"] = True
-    (replaced,) = in_memory.verify(task)
+    (replaced,) = memory_target.verify(task)
     assert {box["forked_from"] for box in replaced["sandboxes"]} == {
-        snapshot["snapshotID"] for snapshot in faulty.list_objects("snapshots") if "s" in snapshot["names"]
+        snapshot["snapshotID"] for snapshot in faulty_gateway.list_objects("snapshots") if "s" in snapshot["names"]
     }
 
 
-def test_a_failed_replacement_keeps_the_old_sandbox(in_memory: Target, faulty: FaultyGateway) -> None:
-    (first,) = in_memory.play(sandbox(name="box", template=TEMPLATE))
-    faulty.failing = {"box"}
-    (broken,) = in_memory.play(sandbox(name="box", template=TEMPLATE, memory_mb=512, cold_start=True, recreate=True))
+def test_a_failed_replacement_keeps_the_old_sandbox(memory_target: Target, faulty_gateway: FaultyGateway) -> None:
+    (first,) = memory_target.play(sandbox_task(name="box", template=TEMPLATE))
+    faulty_gateway.failing = {"box"}
+    (broken,) = memory_target.play(
+        sandbox_task(name="box", template=TEMPLATE, memory_mb=512, cold_start=True, recreate=True)
+    )
     check_failed(broken, "backend_failed", "did not answer")
-    assert [(box["sandboxID"], box["name"]) for box in faulty.list_objects("sandboxes")] == [
+    assert [(box["sandboxID"], box["name"]) for box in faulty_gateway.list_objects("sandboxes")] == [
         (first["sandbox"]["id"], "box")
     ]
 
@@ -199,72 +207,72 @@ def create_box(gateway: FaultyGateway, *, snapshot: bool = True) -> None:
     ids=["fork", "replace", "create", "roll back", "roll back with a backup"],
 )
 def test_a_snapshot_removed_after_planning_is_reported(
-    in_memory: Target, faulty: FaultyGateway, task: Task, keywords: Any
+    memory_target: Target, faulty_gateway: FaultyGateway, task: Task, keywords: Any
 ) -> None:
-    create_box(faulty)
-    faulty.vanish = {snapshot["snapshotID"] for snapshot in faulty.list_objects("snapshots")}
-    faulty.write("box")
-    before = faulty.list_objects("sandboxes")
-    (result,) = in_memory.play(task, keywords=keywords)
+    create_box(faulty_gateway)
+    faulty_gateway.vanish = {snapshot["snapshotID"] for snapshot in faulty_gateway.list_objects("snapshots")}
+    faulty_gateway.write("box")
+    before = faulty_gateway.list_objects("sandboxes")
+    (result,) = memory_target.play(task, keywords=keywords)
     check_failed(
         result, "not_found", "snapshot 's' existed when this task began", "create it again, or use another snapshot"
     )
     # When a snapshot is deleted, its parent becomes the head.
-    (template,) = (each["templateID"] for each in faulty.list_objects("templates"))
-    assert not result["changed"] and faulty.list_objects("sandboxes") == [
+    (template,) = (each["templateID"] for each in faulty_gateway.list_objects("templates"))
+    assert not result["changed"] and faulty_gateway.list_objects("sandboxes") == [
         {**each, "snapshotID": template} for each in before
     ]
-    assert faulty.list_names("snapshots") == [] and faulty.list_names("templates") == [TEMPLATE]
+    assert faulty_gateway.list_names("snapshots") == [] and faulty_gateway.list_names("templates") == [TEMPLATE]
 
 
-def test_a_sandbox_removed_after_planning_is_reported(in_memory: Target, faulty: FaultyGateway) -> None:
-    create_box(faulty, snapshot=False)
-    faulty.vanish = {box["sandboxID"] for box in faulty.list_objects("sandboxes")}
-    (result,) = in_memory.play({"grove.sandbox.sandbox_snapshot": {"name": "s", "sandbox": "box"}})
+def test_a_sandbox_removed_after_planning_is_reported(memory_target: Target, faulty_gateway: FaultyGateway) -> None:
+    create_box(faulty_gateway, snapshot=False)
+    faulty_gateway.vanish = {box["sandboxID"] for box in faulty_gateway.list_objects("sandboxes")}
+    (result,) = memory_target.play({"grove.sandbox.sandbox_snapshot": {"name": "s", "sandbox": "box"}})
     check_failed(result, "not_found", "sandbox 'box' existed when this task began")
     assert not result["changed"]
-    assert faulty.list_names("snapshots") == [] and faulty.list_names("templates") == [TEMPLATE]
+    assert faulty_gateway.list_names("snapshots") == [] and faulty_gateway.list_names("templates") == [TEMPLATE]
 
 
-def test_the_backup_is_removed_after_a_failed_rollback(in_memory: Target, faulty: FaultyGateway) -> None:
-    create_box(faulty)
+def test_the_backup_is_removed_after_a_failed_rollback(memory_target: Target, faulty_gateway: FaultyGateway) -> None:
+    create_box(faulty_gateway)
     task = {"grove.sandbox.sandbox_rollback": {"sandbox": "box", "snapshot": "s", "backup_name": "b"}}
-    faulty.write("box")
-    faulty.failing = {"box"}
-    (broken,) = in_memory.play(task)
+    faulty_gateway.write("box")
+    faulty_gateway.failing = {"box"}
+    (broken,) = memory_target.play(task)
     check_failed(broken, "backend_failed", "did not answer")
     assert not broken["changed"] and broken["backups"] == []
-    faulty.failing = set()
-    (back,) = in_memory.verify(task)
+    faulty_gateway.failing = set()
+    (back,) = memory_target.verify(task)
     assert back["backups"][0]["name"] == "b"
 
 
-def test_a_failed_build_shows_the_end_of_its_log(in_memory: Target, faulty: FaultyGateway) -> None:
+def test_a_failed_build_shows_the_end_of_its_log(memory_target: Target, faulty_gateway: FaultyGateway) -> None:
     task = {"grove.sandbox.sandbox_template": {"name": "broken", "setup": ["fail"]}}
-    (broken,) = in_memory.play(task)
+    (broken,) = memory_target.play(task)
     check_failed(broken, "backend_failed", "the build of template 'broken' failed", "set-up command", "exit code 1")
     assert "making a file system" in broken["msg"] and "ran fail" in broken["msg"]
-    faulty.holding = True
-    (slow,) = in_memory.play({"grove.sandbox.sandbox_template": {"name": "slow", "wait_timeout": 1}})
+    faulty_gateway.holding = True
+    (slow,) = memory_target.play({"grove.sandbox.sandbox_template": {"name": "slow", "wait_timeout": 1}})
     check_failed(slow, "timeout", "still being built after 1 s")
 
 
-def test_requests_to_a_busy_gateway_are_retried(in_memory: Target, faulty: FaultyGateway) -> None:
-    faulty.busy = 2
-    (created,) = in_memory.play(sandbox(name="box", template=TEMPLATE))
+def test_requests_to_a_busy_gateway_are_retried(memory_target: Target, faulty_gateway: FaultyGateway) -> None:
+    faulty_gateway.busy = 2
+    (created,) = memory_target.play(sandbox_task(name="box", template=TEMPLATE))
     assert created["changed"], created
-    faulty.busy = 1000
-    (busy,) = in_memory.play(sandbox(name="other", template=TEMPLATE, gateway_timeout=1))
+    faulty_gateway.busy = 1000
+    (busy,) = memory_target.play(sandbox_task(name="other", template=TEMPLATE, gateway_timeout=1))
     check_failed(busy, "busy")
 
 
-def test_secrets_are_not_shown(tmp_path: Path, faulty: FaultyGateway, keywords: Any) -> None:
+def test_secrets_are_not_shown(tmp_path: Path, faulty_gateway: FaultyGateway, keywords: Any) -> None:
     secret = "hunter2-with-more-text"
-    faulty.token = KEY
-    target = Target(faulty.url, tmp_path, token=KEY)
+    faulty_gateway.token = KEY
+    target = Target(faulty_gateway.url, tmp_path, token=KEY)
     created, refused = target.play(
-        sandbox(name="box", template=TEMPLATE, env={"PASSWORD": secret, "DEBUG": "1"}),
-        sandbox(name="other", template="none-such", env={"PASSWORD": secret}),
+        sandbox_task(name="box", template=TEMPLATE, env={"PASSWORD": secret, "DEBUG": "1"}),
+        sandbox_task(name="other", template="none-such", env={"PASSWORD": secret}),
         options=("-vvv", "--diff"),
         keywords=keywords,
     )
@@ -272,5 +280,5 @@ def test_secrets_are_not_shown(tmp_path: Path, faulty: FaultyGateway, keywords: 
     assert created["sandbox"]["cpus"] == 1
     all_output = target.output + str(created) + str(refused)
     assert KEY not in all_output and secret not in all_output
-    detail = faulty.request("GET", "/sandboxes/box")
+    detail = faulty_gateway.request("GET", "/sandboxes/box")
     assert len(detail["envdAccessToken"]) > 8 and detail["envdAccessToken"] not in all_output

@@ -34,10 +34,10 @@ def web(gateway: MemoryGateway) -> Iterator[str]:
     gateway.clear()
 
 
-def fork_and_test(scratch: Path, url: str, **variables: Any) -> subprocess.CompletedProcess[str]:
-    extra = {"fork_source": "web", "fork_gateway_url": url, **variables}
+def run_fork_and_test(scratch: Path, url: str, **variables: Any) -> subprocess.CompletedProcess[str]:
+    extra_variables = {"fork_source": "web", "fork_gateway_url": url, **variables}
     return subprocess.run(
-        [ansible_playbook(), "-i", "localhost,", "grove.sandbox.fork_and_test", "-e", json.dumps(extra)],
+        [ansible_playbook(), "-i", "localhost,", "grove.sandbox.fork_and_test", "-e", json.dumps(extra_variables)],
         env={
             **os.environ,
             "ANSIBLE_COLLECTIONS_PATH": str(session.COLLECTIONS),
@@ -53,7 +53,7 @@ def fork_and_test(scratch: Path, url: str, **variables: Any) -> subprocess.Compl
 
 
 def make_variants(scratch: Path, *commands: str) -> dict[str, Any]:
-    """Return one variant for each command, whose standard output is the score."""
+    """Return one variant for each command. Its score is the standard output of the command."""
     variants = [
         {"name": f"v{number}", "command": f"sh -c '({command}) > {scratch}/v{number}'"}
         for number, command in enumerate(commands)
@@ -65,14 +65,14 @@ def make_variants(scratch: Path, *commands: str) -> dict[str, Any]:
 def test_the_best_variant_is_promoted_and_the_forks_are_removed(
     gateway: MemoryGateway, web: str, tmp_path: Path, best: str, winner: str
 ) -> None:
-    failing = tmp_path / "failing.yml"
-    failing.write_text(json.dumps([{"name": "Fail", "ansible.builtin.command": "false"}]))
+    failing_tasks = tmp_path / "failing.yml"
+    failing_tasks.write_text(json.dumps([{"name": "Fail", "ansible.builtin.command": "false"}]))
     with gateway.client() as api:
         machine = gateway.machine(web)
         for _ in range(2):
             variants = make_variants(tmp_path, "echo 10.5", "echo 9", "echo 100", "exit 3", "echo no number", "")
-            variants["fork_variants"][5] = {"name": "v5", "tasks": str(failing)}
-            run = fork_and_test(tmp_path, gateway.unix_url, fork_best=best, **variants)
+            variants["fork_variants"][5] = {"name": "v5", "tasks": str(failing_tasks)}
+            run = run_fork_and_test(tmp_path, gateway.unix_url, fork_best=best, **variants)
             assert run.returncode == 0, run.stdout + run.stderr
             assert f"web continues from web-try-{winner}" in run.stdout
             for out in ("v3 failed at Run the variant's command", "v4 failed at Test the result", "v5 failed at Fail"):
@@ -86,7 +86,7 @@ def test_the_best_variant_is_promoted_and_the_forks_are_removed(
 def test_the_sandbox_is_unchanged_if_no_variant_succeeds(gateway: MemoryGateway, web: str, tmp_path: Path) -> None:
     with gateway.client() as api:
         before = gateway.machine(web)
-        run = fork_and_test(tmp_path, gateway.unix_url, **make_variants(tmp_path, "exit 1", "exit 2"))
+        run = run_fork_and_test(tmp_path, gateway.unix_url, **make_variants(tmp_path, "exit 1", "exit 2"))
         assert run.returncode != 0 and "No variant passed its test" in run.stdout
         assert gateway.machine(web) is before, "the machine was not replaced"
         assert [each["name"] for each in api.get("/sandboxes").json()] == ["web"]
@@ -94,14 +94,14 @@ def test_the_sandbox_is_unchanged_if_no_variant_succeeds(gateway: MemoryGateway,
 
 
 def test_missing_variables_are_reported(tmp_path: Path) -> None:
-    run = fork_and_test(tmp_path, "unix:///nowhere", fork_best="largest")
+    run = run_fork_and_test(tmp_path, "unix:///nowhere", fork_best="largest")
     assert run.returncode != 0 and "fork_best to least or most" in run.stdout + run.stderr
 
 
 def test_the_default_variants_are_ranked(gateway: MemoryGateway, web: str, tmp_path: Path) -> None:
     """These agents share their files, so each variant needs a separate directory."""
     with gateway.client() as api:
-        run = fork_and_test(tmp_path, gateway.unix_url, fork_packed=f"{tmp_path}/{{{{ inventory_hostname }}}}")
+        run = run_fork_and_test(tmp_path, gateway.unix_url, fork_packed=f"{tmp_path}/{{{{ inventory_hostname }}}}")
         assert run.returncode == 0, run.stdout + run.stderr
         scores = dict(re.findall(r"web-try-([\w-]+) (\d+)\.0", run.stdout.rpartition("best first:")[2]))
         assert len(scores) == 10 and [int(score) for score in scores.values()] == sorted(map(int, scores.values()))
@@ -123,7 +123,7 @@ def test_the_best_variant_is_promoted_on_virtual_machines(
     ]
     try:
         api.sh(sandbox_id, "mkdir -p /run/kept && echo in memory > /run/kept/mark")
-        run = fork_and_test(tmp_path, api.url, fork_source="ab", fork_variants=variants)
+        run = run_fork_and_test(tmp_path, api.url, fork_source="ab", fork_variants=variants)
         assert run.returncode == 0, run.stdout + run.stderr
         assert "ab continues from ab-try-packed" in run.stdout
         lines = api.sh(sandbox_id, "cat /run/kept/mark; stat -c %s /var/tmp/packed /var/lib/dpkg/status").splitlines()

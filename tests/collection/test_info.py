@@ -26,7 +26,7 @@ KINDS = {
 }
 
 
-def info(kind: str, **options: Any) -> Task:
+def info_task(kind: str, **options: Any) -> Task:
     return {f"grove.sandbox.{kind}_info": options}
 
 
@@ -41,11 +41,11 @@ def test_info_modules_return_the_same_shapes_as_the_other_modules(target: Target
         keywords=keywords,
     )
     sandboxes, by_id, snapshots, templates, volumes = target.play(
-        info("sandbox", metadata={"team": target.name("blue")}, diverged=True),
-        {**info("sandbox", name=changed["sandbox"]["id"]), "check_mode": True},
-        info("sandbox_snapshot", sandbox=box),
-        info("sandbox_template", name=target.template),
-        info("sandbox_volume", name=[data]),
+        info_task("sandbox", metadata={"team": target.name("blue")}, diverged=True),
+        {**info_task("sandbox", name=changed["sandbox"]["id"]), "check_mode": True},
+        info_task("sandbox_snapshot", sandbox=box),
+        info_task("sandbox_template", name=target.template),
+        info_task("sandbox_volume", name=[data]),
         keywords=keywords,
     )
     diverged = sandboxes["sandboxes"][0]["diverged"]
@@ -58,11 +58,11 @@ def test_info_modules_return_the_same_shapes_as_the_other_modules(target: Target
     assert not any(result["changed"] for result in (sandboxes, by_id, snapshots, templates, volumes))
 
 
-def test_filters_select_resources(in_memory: Target, faulty: FaultyGateway) -> None:
-    def names(result: dict[str, Any], key: str = "sandboxes") -> list[str]:
+def test_filters_select_resources(memory_target: Target, faulty_gateway: FaultyGateway) -> None:
+    def names_of(result: dict[str, Any], key: str = "sandboxes") -> list[str]:
         return [each["name"] for each in result[key]]
 
-    in_memory.play(
+    memory_target.play(
         {"grove.sandbox.sandbox_template": {"name": "web"}},
         {"grove.sandbox.sandbox": {"name": ["a", "b", "c", "d"], "template": "base"}},
         {"grove.sandbox.sandbox": {"name": "e", "template": "web", "state": "paused"}},
@@ -70,32 +70,32 @@ def test_filters_select_resources(in_memory: Target, faulty: FaultyGateway) -> N
         {"grove.sandbox.sandbox_snapshot": {"name": "s1", "sandbox": "a"}},
         {"grove.sandbox.sandbox_fork": {"snapshot": "s1", "names": ["f"]}},
     )
-    all_sandboxes, paused, both, web, forks, named, empty_list, later, snapshots_of_a, invalid = in_memory.play(
-        info("sandbox"),
-        info("sandbox", state=["paused"]),
-        info("sandbox", state=["paused", "running"]),
-        info("sandbox", template="web"),
-        info("sandbox", snapshot="s1"),
-        info("sandbox", name=["d", "a", "none-such"]),
-        info("sandbox", name=[]),
-        info("sandbox", started_after="2999-01-01T00:00:00Z"),
-        info("sandbox_snapshot", sandbox="a"),
-        info("sandbox", state=["asleep"]),
+    all_sandboxes, paused, both, web, forks, named, empty_list, later, snapshots_of_a, invalid = memory_target.play(
+        info_task("sandbox"),
+        info_task("sandbox", state=["paused"]),
+        info_task("sandbox", state=["paused", "running"]),
+        info_task("sandbox", template="web"),
+        info_task("sandbox", snapshot="s1"),
+        info_task("sandbox", name=["d", "a", "none-such"]),
+        info_task("sandbox", name=[]),
+        info_task("sandbox", started_after="2999-01-01T00:00:00Z"),
+        info_task("sandbox_snapshot", sandbox="a"),
+        info_task("sandbox", state=["asleep"]),
     )
-    assert names(all_sandboxes) == names(both) == ["a", "b", "c", "d", "e", "f"]
-    assert names(paused) == names(web) == ["e"]
-    assert names(forks) == ["f"]
-    assert names(named) == ["a", "d"]
-    assert names(empty_list) == names(later) == []
-    assert names(snapshots_of_a, "snapshots") == ["s1"]
+    assert names_of(all_sandboxes) == names_of(both) == ["a", "b", "c", "d", "e", "f"]
+    assert names_of(paused) == names_of(web) == ["e"]
+    assert names_of(forks) == ["f"]
+    assert names_of(named) == ["a", "d"]
+    assert names_of(empty_list) == names_of(later) == []
+    assert names_of(snapshots_of_a, "snapshots") == ["s1"]
     assert invalid["failed"] and invalid["failure"]["kind"] == "invalid"
-    assert {method for method, _ in faulty.calls[-12:]} == {"GET"}
+    assert {method for method, _ in faulty_gateway.calls[-12:]} == {"GET"}
 
 
 @pytest.mark.parametrize("module", MODULES, ids=lambda module: module.stem)
 def test_the_documentation_lists_every_returned_value(module: Path) -> None:
-    returned = documented_keys(module, "RETURN")
-    lists = {key: entry for key, entry in returned.items() if key in KINDS}
+    return_values = documented_keys(module, "RETURN")
+    lists = {key: entry for key, entry in return_values.items() if key in KINDS}
     assert lists, module.stem
     for key, entry in lists.items():
         keys = RESULT_KEYS[key] if module.stem == "sandbox_fork" else KEYS[KINDS[key]]

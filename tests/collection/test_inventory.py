@@ -23,27 +23,27 @@ PYTHON = "/usr/bin/python3"
 
 
 @pytest.fixture(scope="module")
-def _east(tmp_path_factory: pytest.TempPathFactory) -> Iterator[MemoryGateway]:
+def _east_gateway(tmp_path_factory: pytest.TempPathFactory) -> Iterator[MemoryGateway]:
     with agents.serve(tmp_path_factory.mktemp("east")) as server:
         yield server
 
 
 @pytest.fixture
-def east(_east: MemoryGateway) -> Iterator[MemoryGateway]:
-    yield _east
-    _east.clear()
+def east_gateway(_east_gateway: MemoryGateway) -> Iterator[MemoryGateway]:
+    yield _east_gateway
+    _east_gateway.clear()
 
 
 @pytest.fixture(scope="module")
-def _west(tmp_path_factory: pytest.TempPathFactory, _east: MemoryGateway) -> Iterator[MemoryGateway]:
+def _west_gateway(tmp_path_factory: pytest.TempPathFactory, _east_gateway: MemoryGateway) -> Iterator[MemoryGateway]:
     with agents.serve(tmp_path_factory.mktemp("west")) as server:
         yield server
 
 
 @pytest.fixture
-def west(_west: MemoryGateway) -> Iterator[MemoryGateway]:
-    yield _west
-    _west.clear()
+def west_gateway(_west_gateway: MemoryGateway) -> Iterator[MemoryGateway]:
+    yield _west_gateway
+    _west_gateway.clear()
 
 
 def create_sandbox(gateway: MemoryGateway, name: str, template: str = "base", **fields: Any) -> str:
@@ -111,15 +111,15 @@ class Inventory:
         return run.stdout
 
 
-def test_sandboxes_become_hosts_with_groups_and_variables(east: MemoryGateway, tmp_path: Path) -> None:
-    ident = create_sandbox(east, "web", metadata={"team": "blue-green", "note": ""})
-    with east.client() as api:
+def test_sandboxes_become_hosts_with_groups_and_variables(east_gateway: MemoryGateway, tmp_path: Path) -> None:
+    ident = create_sandbox(east_gateway, "web", metadata={"team": "blue-green", "note": ""})
+    with east_gateway.client() as api:
         golden = api.post("/sandboxes/web/snapshots", json={"name": "golden"}).json()["snapshotID"]
         api.post(f"/snapshots/{golden}/fork", json={"name": "fork"}).raise_for_status()
-    create_sandbox(east, "asleep")
-    with east.client() as api:
+    create_sandbox(east_gateway, "asleep")
+    with east_gateway.client() as api:
         api.post("/sandboxes/asleep/pause").raise_for_status()
-    inventory = Inventory(tmp_path, gateways=[{"url": east.unix_url}], python_interpreter=PYTHON)
+    inventory = Inventory(tmp_path, gateways=[{"url": east_gateway.unix_url}], python_interpreter=PYTHON)
     hosts = inventory.hosts()
     assert hosts.keys() >= {"web", "asleep"} and len(hosts) == 3
     web = hosts["web"]
@@ -135,30 +135,37 @@ def test_sandboxes_become_hosts_with_groups_and_variables(east: MemoryGateway, t
     assert "head_golden" in hosts[fork]["groups"] and "template_base" in hosts[fork]["groups"]
     assert {"state_paused", "template_base"} <= set(hosts["asleep"]["groups"])
     inventory.write(
-        gateways=[{"url": east.unix_url}], filters={"state": "running", "metadata": {"team": "b*"}}, group_by=["state"]
+        gateways=[{"url": east_gateway.unix_url}],
+        filters={"state": "running", "metadata": {"team": "b*"}},
+        group_by=["state"],
     )
     (only,) = inventory.hosts().items()
     assert only[0] == "web" and only[1]["groups"] == ["state_running"]
 
 
-def test_tasks_run_in_the_sandboxes(east: MemoryGateway, tmp_path: Path) -> None:
+def test_tasks_run_in_the_sandboxes(east_gateway: MemoryGateway, tmp_path: Path) -> None:
     for name in ("a", "b"):
-        create_sandbox(east, name, metadata={"side": name})
-    inventory = Inventory(tmp_path, gateways=[{"url": east.unix_url}], python_interpreter=PYTHON)
-    side = "{{ grove_sandbox.metadata.side }}"
+        create_sandbox(east_gateway, name, metadata={"side": name})
+    inventory = Inventory(tmp_path, gateways=[{"url": east_gateway.unix_url}], python_interpreter=PYTHON)
+    side_template = "{{ grove_sandbox.metadata.side }}"
     inventory.play(
-        {"ansible.builtin.copy": {"content": f"{side}\n", "dest": f"{tmp_path}/said-{{{{ inventory_hostname }}}}"}},
+        {
+            "ansible.builtin.copy": {
+                "content": f"{side_template}\n",
+                "dest": f"{tmp_path}/said-{{{{ inventory_hostname }}}}",
+            }
+        },
         hosts="template_base",
     )
     for name in ("a", "b"):
         assert (tmp_path / f"said-{name}").read_text() == f"{name}\n"
 
 
-def test_groups_and_variables_are_composed(east: MemoryGateway, tmp_path: Path) -> None:
-    create_sandbox(east, "web", metadata={"user": "nobody", "rank": "3"})
+def test_groups_and_variables_are_composed(east_gateway: MemoryGateway, tmp_path: Path) -> None:
+    create_sandbox(east_gateway, "web", metadata={"user": "nobody", "rank": "3"})
     inventory = Inventory(
         tmp_path,
-        gateways=[{"url": east.unix_url}],
+        gateways=[{"url": east_gateway.unix_url}],
         compose={"ansible_user": "grove_sandbox.metadata.user", "half": "grove_sandbox.memory_mb / 2"},
         groups={"high": "grove_sandbox.metadata.rank | int > 2", "low": "grove_sandbox.metadata.rank | int < 2"},
         keyed_groups=[{"key": "grove_sandbox.metadata.rank", "prefix": "rank"}],
@@ -167,19 +174,19 @@ def test_groups_and_variables_are_composed(east: MemoryGateway, tmp_path: Path) 
     web = inventory.hosts()["web"]
     assert web["ansible_user"] == "nobody" and web["half"] == 128.0
     assert {"high", "rank_3"} <= set(web["groups"]) and "low" not in web["groups"]
-    inventory.write(gateways=[{"url": east.unix_url}], compose={"x": "grove_sandbox.nothing.here"}, strict=True)
+    inventory.write(gateways=[{"url": east_gateway.unix_url}], compose={"x": "grove_sandbox.nothing.here"}, strict=True)
     assert inventory.run("ansible-inventory", "--list").returncode != 0
     assert "Could not set x for host web" in inventory.output
-    inventory.write(gateways=[{"url": east.unix_url}], compose={"x": "grove_sandbox.nothing.here"})
+    inventory.write(gateways=[{"url": east_gateway.unix_url}], compose={"x": "grove_sandbox.nothing.here"})
     assert "x" not in inventory.hosts()["web"]
 
 
-def test_text_from_a_gateway_is_not_evaluated(east: MemoryGateway, tmp_path: Path) -> None:
+def test_text_from_a_gateway_is_not_evaluated(east_gateway: MemoryGateway, tmp_path: Path) -> None:
     malicious = MALICIOUS_TEMPLATE.replace("EVIL", str(tmp_path / "evil"))
-    create_sandbox(east, "web", metadata={"team": malicious, malicious: "{% raw %}"})
+    create_sandbox(east_gateway, "web", metadata={"team": malicious, malicious: "{% raw %}"})
     inventory = Inventory(
         tmp_path,
-        gateways=[{"url": east.unix_url}],
+        gateways=[{"url": east_gateway.unix_url}],
         python_interpreter=PYTHON,
         compose={"team": "grove_sandbox.metadata.team", "twice": "team"},
         groups={"evil": "grove_sandbox.metadata.team == 'x'"},
@@ -189,21 +196,23 @@ def test_text_from_a_gateway_is_not_evaluated(east: MemoryGateway, tmp_path: Pat
     text = json.dumps(hosts["web"])
     assert malicious in text.replace('\\"', '"')
     assert all(re.fullmatch(r"\w+", group) for group in hosts["web"]["groups"]), hosts["web"]["groups"]
-    out = inventory.play(
+    output = inventory.play(
         {"ansible.builtin.debug": {"var": "grove_sandbox"}},
         {"ansible.builtin.debug": {"msg": "{{ team }} {{ grove_sandbox.metadata.team }}"}},
         {"ansible.builtin.command": "echo {{ team | quote }}", "register": "said"},
         {"ansible.builtin.debug": {"var": "said.stdout"}},
     )
     assert not (tmp_path / "evil").exists()
-    assert "lookup(" in out
+    assert "lookup(" in output
 
 
 @pytest.mark.parametrize("name", ["localhost", "all", "state_running", "high"])
-def test_a_sandbox_cannot_take_the_place_of_another_host(east: MemoryGateway, tmp_path: Path, name: str) -> None:
-    ident = create_sandbox(east, name)
+def test_a_sandbox_cannot_take_the_place_of_another_host(
+    east_gateway: MemoryGateway, tmp_path: Path, name: str
+) -> None:
+    ident = create_sandbox(east_gateway, name)
     inventory = Inventory(
-        tmp_path, gateways=[{"url": east.unix_url}], groups={"high": "grove_sandbox.memory_mb > 1"}, strict=True
+        tmp_path, gateways=[{"url": east_gateway.unix_url}], groups={"high": "grove_sandbox.memory_mb > 1"}, strict=True
     )
     hosts = inventory.hosts()
     assert hosts.keys() == {ident} and "high" in hosts[ident]["groups"]
@@ -213,8 +222,8 @@ def test_a_sandbox_cannot_take_the_place_of_another_host(east: MemoryGateway, tm
     )
 
 
-def test_several_gateways_are_listed(east: MemoryGateway, west: MemoryGateway, tmp_path: Path) -> None:
-    create_sandbox(east, "web"), create_sandbox(west, "web"), create_sandbox(west, "db")
+def test_several_gateways_are_listed(east_gateway: MemoryGateway, west_gateway: MemoryGateway, tmp_path: Path) -> None:
+    create_sandbox(east_gateway, "web"), create_sandbox(west_gateway, "web"), create_sandbox(west_gateway, "db")
     key = tmp_path / "west.key"
     key.write_text(EXEC_KEY + "\n")
     gateways: list[dict[str, Any]] = [
@@ -223,9 +232,9 @@ def test_several_gateways_are_listed(east: MemoryGateway, west: MemoryGateway, t
             "url": "{{ lookup('ansible.builtin.env', 'EAST') }}",
             "token": "{{ lookup('env', 'EAST_KEY') }}",
         },
-        {"name": "west", "url": west.url, "token_file": "west.key"},
+        {"name": "west", "url": west_gateway.url, "token_file": "west.key"},
     ]
-    environment = {"EAST": east.url, "EAST_KEY": EXEC_KEY}
+    environment = {"EAST": east_gateway.url, "EAST_KEY": EXEC_KEY}
     inventory = Inventory(tmp_path, gateways=gateways, strict=True, python_interpreter=PYTHON)
     hosts = inventory.hosts(**environment)
     assert hosts.keys() == {"web.east", "web.west", "db.west"}
@@ -236,89 +245,92 @@ def test_several_gateways_are_listed(east: MemoryGateway, west: MemoryGateway, t
     task = {
         "ansible.builtin.copy": {"content": "{{ ansible_host }}", "dest": f"{tmp_path}/at-{{{{ inventory_hostname }}}}"}
     }
-    out = inventory.play(task, {"ansible.builtin.debug": {"var": "hostvars"}}, **environment)
+    output = inventory.play(task, {"ansible.builtin.debug": {"var": "hostvars"}}, **environment)
     for host, variables in hosts.items():
         assert (tmp_path / f"at-{host}").read_text() == variables["ansible_host"]
-    assert EXEC_KEY not in out
+    assert EXEC_KEY not in output
     inventory.write(gateways=gateways, hostname="name", strict=True)
     assert inventory.hosts(**environment).keys() == {"web", "web.west", "db"}
     assert "a host web already exists" in inventory.output
     inventory.write(gateways=[gateways[0], {**gateways[1], "name": "east"}])
     assert inventory.run("ansible-inventory", "--list").returncode != 0 and "the same name" in inventory.output
-    inventory.write(gateways=[{"url": east.url}, {"url": west.url}])
+    inventory.write(gateways=[{"url": east_gateway.url}, {"url": west_gateway.url}])
     assert inventory.run("ansible-inventory", "--list").returncode != 0 and "has no name" in inventory.output
 
 
-def test_unreachable_gateways_are_reported(east: MemoryGateway, tmp_path: Path) -> None:
-    create_sandbox(east, "web")
-    good = {"name": "good", "url": east.url, "token": EXEC_KEY}
+def test_unreachable_gateways_are_reported(east_gateway: MemoryGateway, tmp_path: Path) -> None:
+    create_sandbox(east_gateway, "web")
+    reachable = {"name": "good", "url": east_gateway.url, "token": EXEC_KEY}
     bad: list[tuple[dict[str, Any], str]] = [
         ({"name": "bad", "url": "http://127.0.0.1:9"}, "nothing listens on that port"),
-        ({"name": "bad", "url": east.url, "token": "not-a-known-key-0000"}, "does not accept the key"),
+        ({"name": "bad", "url": east_gateway.url, "token": "not-a-known-key-0000"}, "does not accept the key"),
         ({"name": "bad", "url": f"unix://{tmp_path}/x.sock"}, "check that sandbox-gateway is running"),
-        ({"name": "bad", "url": east.url, "token_file": "/nowhere/key"}, "the key file /nowhere/key cannot be read"),
+        (
+            {"name": "bad", "url": east_gateway.url, "token_file": "/nowhere/key"},
+            "the key file /nowhere/key cannot be read",
+        ),
         ({"name": "bad", "url": "gopher://x"}, "is not the address of a gateway"),
     ]
     inventory = Inventory(tmp_path)
     for entry, message in bad:
-        inventory.write(gateways=[good, entry])
+        inventory.write(gateways=[reachable, entry])
         assert inventory.hosts().keys() == {"web.good"}
         assert (
             "the sandboxes of gateway bad are not in the inventory" in inventory.output and message in inventory.output
         )
-        inventory.write(gateways=[good, entry], strict=True)
+        inventory.write(gateways=[reachable, entry], strict=True)
         assert inventory.run("ansible-inventory", "--list").returncode != 0
         assert message in inventory.output and "Traceback" not in inventory.output
         assert "not-a-known-key-0000" not in inventory.output and EXEC_KEY not in inventory.output
-    inventory.write(gateways=[{"url": east.unix_url, "tokn": "x"}])
+    inventory.write(gateways=[{"url": east_gateway.unix_url, "tokn": "x"}])
     assert inventory.run("ansible-inventory", "--list").returncode != 0 and "unknown keys (tokn)" in inventory.output
 
 
-def test_the_cache_stores_hosts_without_keys(east: MemoryGateway, tmp_path: Path) -> None:
-    create_sandbox(east, "web", metadata={"team": "{{ 1 }}"})
-    cached = {
+def test_the_cache_stores_hosts_without_keys(east_gateway: MemoryGateway, tmp_path: Path) -> None:
+    create_sandbox(east_gateway, "web", metadata={"team": "{{ 1 }}"})
+    cache_options = {
         "cache": True,
         "cache_plugin": "ansible.builtin.jsonfile",
         "cache_connection": str(tmp_path / "cache"),
         "cache_timeout": 3600,
     }
-    gateway = {"url": east.url, "token": EXEC_KEY}
-    inventory = Inventory(tmp_path, gateways=[gateway], python_interpreter=PYTHON, **cached)
-    first = inventory.hosts()
+    gateway = {"url": east_gateway.url, "token": EXEC_KEY}
+    inventory = Inventory(tmp_path, gateways=[gateway], python_interpreter=PYTHON, **cache_options)
+    first_hosts = inventory.hosts()
     (file,) = (tmp_path / "cache").iterdir()
     text = file.read_text()
     assert EXEC_KEY not in text and READ_KEY not in text and "ansible_unsafe" not in text
     assert "access" not in text.lower(), "the cache must not contain access tokens"
-    plain = json.loads(text)
-    assert "web" in json.dumps(plain) and "team" in json.dumps(plain)
-    create_sandbox(east, "late")
-    assert inventory.hosts() == first
+    cache_contents = json.loads(text)
+    assert "web" in json.dumps(cache_contents) and "team" in json.dumps(cache_contents)
+    create_sandbox(east_gateway, "late")
+    assert inventory.hosts() == first_hosts
     # The key comes from the file, not from the cache: tasks still run.
     inventory.play({"ansible.builtin.raw": "true"})
     assert inventory.run("ansible-inventory", "--list", "--flush-cache").returncode == 0
     assert '"late"' in inventory.output
     assert inventory.hosts().keys() == {"web", "late"}
     # A gateway that could not be reached is queried again.
-    inventory.write(gateways=[{**gateway, "url": "http://127.0.0.1:9"}], **cached)
+    inventory.write(gateways=[{**gateway, "url": "http://127.0.0.1:9"}], **cache_options)
     assert inventory.hosts() == {}
-    inventory.write(gateways=[gateway], **cached)
+    inventory.write(gateways=[gateway], **cache_options)
     assert inventory.hosts().keys() == {"web", "late"}
 
 
-def test_environment_variables_select_the_gateway(east: MemoryGateway, tmp_path: Path) -> None:
-    create_sandbox(east, "web")
+def test_environment_variables_select_the_gateway(east_gateway: MemoryGateway, tmp_path: Path) -> None:
+    create_sandbox(east_gateway, "web")
     inventory = Inventory(tmp_path, python_interpreter=PYTHON)
-    environment = {"SANDBOX_GATEWAY_URL": east.url, "SANDBOX_GATEWAY_TOKEN": EXEC_KEY}
+    environment = {"SANDBOX_GATEWAY_URL": east_gateway.url, "SANDBOX_GATEWAY_TOKEN": EXEC_KEY}
     assert inventory.hosts(**environment).keys() == {"web"}
     assert EXEC_KEY not in inventory.output
     inventory.play({"ansible.builtin.ping": None}, **environment)
 
 
-def test_a_sandbox_cannot_redirect_its_tasks(east: MemoryGateway, tmp_path: Path) -> None:
+def test_a_sandbox_cannot_redirect_its_tasks(east_gateway: MemoryGateway, tmp_path: Path) -> None:
     """Facts take precedence over inventory variables, and a hostile sandbox controls its facts."""
-    create_sandbox(east, "web")
-    victim = create_sandbox(east, "victim")
-    inventory = Inventory(tmp_path, gateways=[{"url": east.url, "token": EXEC_KEY}], python_interpreter=PYTHON)
+    create_sandbox(east_gateway, "web")
+    victim = create_sandbox(east_gateway, "victim")
+    inventory = Inventory(tmp_path, gateways=[{"url": east_gateway.url, "token": EXEC_KEY}], python_interpreter=PYTHON)
     facts = {
         "ansible_host": victim,
         "ansible_connection": "local",
@@ -329,17 +341,17 @@ def test_a_sandbox_cannot_redirect_its_tasks(east: MemoryGateway, tmp_path: Path
     module = tmp_path / "library" / "false_facts.py"
     module.parent.mkdir()
     module.write_text(f"#!{PYTHON}\nprint({json.dumps({'changed': False, 'ansible_facts': facts})!r})\n")
-    out = inventory.play(
+    output = inventory.play(
         {"false_facts": None},
         {"ansible.builtin.raw": "echo hosts=$(hostname)"},
         {"ansible.builtin.debug": {"msg": "{{ ansible_host }} {{ ansible_sandbox_gateway_url }}"}},
         hosts="web",
         ANSIBLE_LIBRARY=str(module.parent),
     )
-    assert victim not in out.partition("Removed restricted key")[0]
-    with east.client() as api:
+    assert victim not in output.partition("Removed restricted key")[0]
+    with east_gateway.client() as api:
         actual_id = api.get("/sandboxes/web").json()["sandboxID"]
-    assert f'"{actual_id} ' in out
+    assert f'"{actual_id} ' in output
 
 
 def test_files_of_other_plugins_are_rejected(tmp_path: Path) -> None:
@@ -366,17 +378,17 @@ def documented_files() -> list[Any]:
 
 
 @pytest.mark.parametrize("content", documented_files())
-def test_documented_files_work(east: MemoryGateway, tmp_path: Path, content: dict[str, Any]) -> None:
+def test_documented_files_work(east_gateway: MemoryGateway, tmp_path: Path, content: dict[str, Any]) -> None:
     """Uses the files unchanged, except for the addresses of gateways, keys and certificates."""
-    create_sandbox(east, "web", metadata={"team": "blue", "user": "nobody"})
+    create_sandbox(east_gateway, "web", metadata={"team": "blue", "user": "nobody"})
     for gateway in content.get("gateways", []):
-        gateway.update(url=east.url, token=EXEC_KEY)
+        gateway.update(url=east_gateway.url, token=EXEC_KEY)
         for key in ("token_file", "ca_path"):
             gateway.pop(key, None)
     if "cache_connection" in content:
         content["cache_connection"] = str(tmp_path / "cache")
     del content["plugin"]
     inventory = Inventory(tmp_path, **{**content, "strict": True})
-    hosts = inventory.hosts(SANDBOX_GATEWAY_URL=east.unix_url)
+    hosts = inventory.hosts(SANDBOX_GATEWAY_URL=east_gateway.unix_url)
     assert hosts, "the inventory must list the sandbox"
     assert all(host.partition(".")[0] == "web" for host in hosts)

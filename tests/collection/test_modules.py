@@ -26,7 +26,7 @@ def rollback_task(**options: Any) -> Task:
     return {"grove.sandbox.sandbox_rollback": options}
 
 
-def write(target: Target, name: str, text: str = "something") -> None:
+def write_file(target: Target, name: str, text: str = "something") -> None:
     """Change the file system of a sandbox."""
     script = f"echo {text} >/root/written; sync"
     target.client.post(f"/sandboxes/{target.name(name)}/exec", {"args": ["/bin/sh", "-c", script]})
@@ -71,21 +71,21 @@ def test_one_task_manages_many_sandboxes(target: Target) -> None:
 
 
 def test_a_sandbox_is_replaced_only_on_request(target: Target) -> None:
-    sizes = target.client.get(f"/templates/{target.template}")["memoryMB"]
+    memory_mb = target.client.get(f"/templates/{target.template}")["memoryMB"]
     first, second, refused = target.play(
         sandbox_task(target, "box", template=target.template, metadata={"keep": "me"}),
         sandbox_task(target, "box", template=target.template, metadata={"keep": "me"}),
-        sandbox_task(target, "box", template=target.template, memory_mb=sizes * 2),
+        sandbox_task(target, "box", template=target.template, memory_mb=memory_mb * 2),
     )
     assert first["changed"] and not second["changed"]
     assert refused["failed"] and refused["failure"]["kind"] == "conflict"
-    assert f"has memory_mb {sizes}, not {sizes * 2}" in refused["msg"] and "recreate" in refused["msg"]
+    assert f"has memory_mb {memory_mb}, not {memory_mb * 2}" in refused["msg"] and "recreate" in refused["msg"]
     (replaced,) = target.verify(
-        sandbox_task(target, "box", template=target.template, memory_mb=sizes * 2, cold_start=True, recreate=True)
+        sandbox_task(target, "box", template=target.template, memory_mb=memory_mb * 2, cold_start=True, recreate=True)
     )
     assert replaced["sandbox"]["id"] != first["sandbox"]["id"]
-    assert replaced["sandbox"]["memory_mb"] == sizes * 2
-    assert len(list(target.client.pages("/sandboxes", name=target.name("box")))) == 1
+    assert replaced["sandbox"]["memory_mb"] == memory_mb * 2
+    assert len(list(target.client.list_all("/sandboxes", name=target.name("box")))) == 1
 
 
 @each_execution
@@ -144,7 +144,7 @@ def test_rollback_skips_clean_sandboxes_and_takes_backups(target: Target, keywor
     )
     (clean,) = target.play(rollback_task(sandbox=box, snapshot=before), keywords=keywords)
     assert not clean["changed"], clean
-    write(target, "box")
+    write_file(target, "box")
     (rolled_back,) = target.verify(rollback_task(sandbox=box, snapshot=before, backup_name=backup), keywords=keywords)
     assert rolled_back["diff"]["before"][box]["diverged"] is True
     assert rolled_back["diff"]["after"][box]["diverged"] is False
@@ -168,7 +168,7 @@ def test_when_changed_captures_only_changed_sandboxes(target: Target) -> None:
     )
     (unchanged,) = target.play(snapshot_task(name=second, sandbox=box, when_changed=True))
     assert not unchanged["changed"] and unchanged["snapshot"]["name"] == first
-    write(target, "box")
+    write_file(target, "box")
     (captured,) = target.verify(snapshot_task(name=third, sandbox=box, when_changed=True))
     assert captured["snapshot"]["name"] == third
 
@@ -190,21 +190,21 @@ def test_a_snapshot_in_use_is_refused_or_hidden(target: Target) -> None:
     )
 
 
-def test_check_mode_changes_nothing(in_memory: Target, faulty: Any) -> None:
-    in_memory.play(
+def test_check_mode_changes_nothing(memory_target: Target, faulty_gateway: Any) -> None:
+    memory_target.play(
         {"grove.sandbox.sandbox_template": {"name": "other", "packages": ["curl"]}},
-        sandbox_task(in_memory, "box", template="base"),
+        sandbox_task(memory_target, "box", template="base"),
         fork_task(snapshot="base", count=3, name_prefix="ci"),
         options=("--check",),
     )
-    assert {method for method, _ in faulty.calls} == {"GET"}
+    assert {method for method, _ in faulty_gateway.calls} == {"GET"}
 
 
-def test_template_life_cycle(in_memory: Target, keywords: dict[str, Any]) -> None:
+def test_template_life_cycle(memory_target: Target, keywords: dict[str, Any]) -> None:
     def template(**options: Any) -> Task:
         return {"grove.sandbox.sandbox_template": {"name": "web", **options}}
 
-    built, rebuilt, removed = in_memory.verify(
+    built, rebuilt, removed = memory_target.verify(
         template(packages=["curl", "nginx", "curl"], start_command="nginx", memory_mb=512),
         template(packages=["nginx", "curl"], setup=["echo hello"], memory_mb=512),
         template(state="absent"),
@@ -217,10 +217,10 @@ def test_template_life_cycle(in_memory: Target, keywords: dict[str, Any]) -> Non
     assert removed["template"] is None
 
 
-def test_forks_are_kept_ready(in_memory: Target, keywords: dict[str, Any]) -> None:
-    box, mark, web = in_memory.name("box"), in_memory.name("mark"), in_memory.name("web")
-    _, captured, lowered, built, raised, removed, _ = in_memory.verify(
-        sandbox_task(in_memory, "box", template=in_memory.template),
+def test_forks_are_kept_ready(memory_target: Target, keywords: dict[str, Any]) -> None:
+    box, mark, web = memory_target.name("box"), memory_target.name("mark"), memory_target.name("web")
+    _, captured, lowered, built, raised, removed, _ = memory_target.verify(
+        sandbox_task(memory_target, "box", template=memory_target.template),
         snapshot_task(name=mark, sandbox=box, prewarm=2),
         snapshot_task(name=mark, sandbox=box, prewarm=0),
         {"grove.sandbox.sandbox_template": {"name": web, "prewarm": 1}},

@@ -11,7 +11,7 @@ import pytest
 
 from tests.api.memory_gateway import MemoryGateway
 from tests.collection import agents
-from tests.collection.recipes import Player, check_refusal, check_success
+from tests.collection.recipes import PlaybookRunner, check_refusal, check_success
 from tests.collection.runner import Target
 from tests.support.gateway import Gateway
 from tests.support.waiting import eventually
@@ -30,8 +30,8 @@ def gateway(memory_gateway: MemoryGateway) -> Iterator[MemoryGateway]:
 
 
 @pytest.fixture
-def player(gateway: MemoryGateway, tmp_path: Path) -> Player:
-    return Player(tmp_path, gateway.unix_url)
+def playbook_runner(gateway: MemoryGateway, tmp_path: Path) -> PlaybookRunner:
+    return PlaybookRunner(tmp_path, gateway.unix_url)
 
 
 def create_sandbox(gateway: MemoryGateway, name: str, **metadata: str) -> str:
@@ -60,29 +60,35 @@ def list_snapshots(gateway: MemoryGateway) -> list[str]:
 # --- build_template --------------------------------------------------------------------------------------------------
 
 
-def test_build_template_builds_only_changed_recipes(in_memory: Target) -> None:
+def test_build_template_builds_only_changed_recipes(memory_target: Target) -> None:
     """Uses an in-memory host, which does not run the recipe's commands."""
-    player = Player(in_memory.scratch, in_memory.url)
-    assert "web would be built" in check_success(player.run_page("build_template", "--check"), 1)
-    assert "web was built" in check_success(player.run_page("build_template"), 1)
-    assert "web already exists with this recipe" in check_success(player.run_page("build_template"), 0)
-    recipe = in_memory.client.get("/templates/web")["recipe"]
+    playbook_runner = PlaybookRunner(memory_target.scratch, memory_target.url)
+    assert "web would be built" in check_success(playbook_runner.run_page("build_template", "--check"), 1)
+    assert "web was built" in check_success(playbook_runner.run_page("build_template"), 1)
+    assert "web already exists with this recipe" in check_success(playbook_runner.run_page("build_template"), 0)
+    recipe = memory_target.client.get("/templates/web")["recipe"]
     assert recipe["packages"] == ["curl", "nginx-light"]
     assert recipe["readyProbe"] == "curl -fs http://localhost/"
     # Lists can be text, and a survey passes empty values.
-    others = {"build_packages": ["nginx-light", "curl"], "build_setup": "echo hello > /var/www/html/index.html\n"}
-    check_success(player.run_page("build_template", **others, build_path="", build_suite="", build_cpus=""), 0)
-    check_refusal(
-        player.run_page("build_template", build_setup="true\n\nfalse\n"), "command 'false' failed with exit code 1"
+    text_variables = {
+        "build_packages": ["nginx-light", "curl"],
+        "build_setup": "echo hello > /var/www/html/index.html\n",
+    }
+    check_success(
+        playbook_runner.run_page("build_template", **text_variables, build_path="", build_suite="", build_cpus=""), 0
     )
-    assert in_memory.client.get("/templates/web")["recipe"] == recipe
-    check_refusal(player.run("build_template"), "Set build_name")
+    check_refusal(
+        playbook_runner.run_page("build_template", build_setup="true\n\nfalse\n"),
+        "command 'false' failed with exit code 1",
+    )
+    assert memory_target.client.get("/templates/web")["recipe"] == recipe
+    check_refusal(playbook_runner.run("build_template"), "Set build_name")
 
 
 # --- nightly_snapshots -----------------------------------------------------------------------------------------------
 
 
-def test_nightly_snapshots_keeps_snapshots_by_rule(player: Player, gateway: MemoryGateway) -> None:
+def test_nightly_snapshots_applies_the_retention_rule(playbook_runner: PlaybookRunner, gateway: MemoryGateway) -> None:
     sandboxes = [create_sandbox(gateway, name, team="blue") for name in ("web", "db", "x" * 64)]
     create_sandbox(gateway, "other", team="green")
     with gateway.client() as api:
@@ -91,33 +97,33 @@ def test_nightly_snapshots_keeps_snapshots_by_rule(player: Player, gateway: Memo
     for box in sandboxes:
         change_sandbox(gateway, box)
     first = {"nightly_stamp": "2026-01-01"}
-    check_success(player.run_page("nightly_snapshots", "--check", **first), 1)
+    check_success(playbook_runner.run_page("nightly_snapshots", "--check", **first), 1)
     assert list_snapshots(gateway) == []
-    check_success(player.run_page("nightly_snapshots", **first), 1)
+    check_success(playbook_runner.run_page("nightly_snapshots", **first), 1)
     snapshot_names = list_snapshots(gateway)
     assert sorted(snapshot_names)[:2] == ["db-2026-01-01", "web-2026-01-01"] and len(snapshot_names) == 3
     assert max(map(len, snapshot_names)) == 64 and snapshot_names[2].endswith(f"x-{sandboxes[2][:12]}-2026-01-01")
     with gateway.client() as api:
         assert api.get("/snapshots/web-2026-01-01").json()["sourceSandboxID"] == sandboxes[0]
-    output = check_success(player.run_page("nightly_snapshots", **first), 0)
+    output = check_success(playbook_runner.run_page("nightly_snapshots", **first), 0)
     assert re.search(r'"nothing_new": \[[^]]*"web-2026-01-01"', output), output
 
     # The next run captures only the changed sandbox. Metadata can be text instead of a mapping.
     change_sandbox(gateway, sandboxes[1])
     rule = {"nightly_keep_daily": "", "nightly_keep_last": 1, "nightly_metadata": "team=blue"}
-    check_success(player.run_page("nightly_snapshots", nightly_stamp="2026-01-02", **rule), 1)
+    check_success(playbook_runner.run_page("nightly_snapshots", nightly_stamp="2026-01-02", **rule), 1)
     # The previous snapshot is removed shortly afterwards.
     eventually(lambda: sorted(list_snapshots(gateway))[:2] == ["db-2026-01-02", "web-2026-01-01"])
     all_sandboxes = {**rule, "nightly_metadata": "", "nightly_when_changed": "no", "nightly_stamp": "2026-01-03"}
-    check_success(player.run_page("nightly_snapshots", **all_sandboxes), 1)
+    check_success(playbook_runner.run_page("nightly_snapshots", **all_sandboxes), 1)
     eventually(lambda: sorted(list_snapshots(gateway))[:3] == ["db-2026-01-03", "other-2026-01-03", "web-2026-01-03"])
 
 
-def test_nightly_snapshots_continues_after_a_failure(player: Player, gateway: MemoryGateway) -> None:
+def test_nightly_snapshots_continues_after_a_failure(playbook_runner: PlaybookRunner, gateway: MemoryGateway) -> None:
     for name in ("web", "db"):
         change_sandbox(gateway, create_sandbox(gateway, name, team="blue"))
     create_sandbox(gateway, "web-2026-01-01")
-    run = player.run_page("nightly_snapshots", nightly_stamp="2026-01-01")
+    run = playbook_runner.run_page("nightly_snapshots", nightly_stamp="2026-01-01")
     check_refusal(run, "web-2026-01-01")
     assert list_snapshots(gateway) == ["db-2026-01-01"], (
         "an error in one sandbox must not prevent the snapshots of others"
@@ -125,65 +131,72 @@ def test_nightly_snapshots_continues_after_a_failure(player: Player, gateway: Me
     assert re.search(r'"failed": \[\s*"web-2026-01-01"\s*\]', run.output), run.output
 
 
-def test_nightly_snapshots_reports_invalid_variables(player: Player) -> None:
-    assert "No running sandbox has the metadata" in check_success(player.run_page("nightly_snapshots"), 0)
-    check_refusal(player.run("nightly_snapshots", nightly_metadata="team blue"), "(team, blue is not valid)")
+def test_nightly_snapshots_reports_invalid_variables(playbook_runner: PlaybookRunner) -> None:
+    assert "No running sandbox has the metadata" in check_success(playbook_runner.run_page("nightly_snapshots"), 0)
+    check_refusal(playbook_runner.run("nightly_snapshots", nightly_metadata="team blue"), "(team, blue is not valid)")
 
 
 # --- roll_back -------------------------------------------------------------------------------------------------------
 
 
-def test_roll_back_restores_changed_sandboxes(player: Player, gateway: MemoryGateway, tmp_path: Path) -> None:
+def test_roll_back_restores_changed_sandboxes(
+    playbook_runner: PlaybookRunner, gateway: MemoryGateway, tmp_path: Path
+) -> None:
     """Without a probe, any change since the snapshot means that the sandbox is broken."""
     web = create_sandbox(gateway, "web")
     create_snapshot(gateway, web, "web-2026-11-21")
     options = {"rollback_probe": "", "rollback_backup_name": "kept"}
     assert "web is not rolled back, because it is in the state of the snapshot" in check_success(
-        player.run_page("roll_back", **options), 0
+        playbook_runner.run_page("roll_back", **options), 0
     )
     change_sandbox(gateway, web)
     changed = dict(gateway.machine(web).state)
-    output = check_success(player.run_page("roll_back", "--check", **options), 1)
+    output = check_success(playbook_runner.run_page("roll_back", "--check", **options), 1)
     assert '"files_changed_since": true' in output and '"kept_as": "kept"' in output
     assert list_snapshots(gateway) == ["web-2026-11-21"] and gateway.machine(web).state == changed
-    check_success(player.run_page("roll_back", **options), 1)
+    check_success(playbook_runner.run_page("roll_back", **options), 1)
     assert gateway.machine(web).state != changed and set(list_snapshots(gateway)) == {"web-2026-11-21", "kept"}
-    check_success(player.run_page("roll_back", **options), 0)
+    check_success(playbook_runner.run_page("roll_back", **options), 0)
     # If the backup's name is already in use, nothing is rolled back.
     change_sandbox(gateway, web)
-    check_refusal(player.run_page("roll_back", **options), "kept")
+    check_refusal(playbook_runner.run_page("roll_back", **options), "kept")
     assert "written" in gateway.machine(web).state
-    check_success(player.run_page("roll_back", rollback_probe="", rollback_capture="no"), 1)
+    check_success(playbook_runner.run_page("roll_back", rollback_probe="", rollback_capture="no"), 1)
     assert set(list_snapshots(gateway)) == {"web-2026-11-21", "kept"}
 
 
-def test_roll_back_restores_sandboxes_whose_probe_fails(player: Player, gateway: MemoryGateway, tmp_path: Path) -> None:
+def test_roll_back_restores_sandboxes_whose_probe_fails(
+    playbook_runner: PlaybookRunner, gateway: MemoryGateway, tmp_path: Path
+) -> None:
     web = create_sandbox(gateway, "web")
     create_snapshot(gateway, web, "web-2026-11-21")
     change_sandbox(gateway, web)
     before = gateway.machine(web).identity
     marker = tmp_path / "works"
     marker.touch()
-    assert "its probe succeeds" in check_success(player.run_page("roll_back", rollback_probe=f"test -e {marker}"), 0)
+    assert "its probe succeeds" in check_success(
+        playbook_runner.run_page("roll_back", rollback_probe=f"test -e {marker}"), 0
+    )
     assert gateway.machine(web).identity == before, "files have changed, but the sandbox is not rolled back"
 
     marker.unlink()
     check_refusal(
-        player.run_page("roll_back", rollback_probe=f"test -e {marker}", rollback_tries=1), "but its probe still fails"
+        playbook_runner.run_page("roll_back", rollback_probe=f"test -e {marker}", rollback_tries=1),
+        "but its probe still fails",
     )
     (backup,) = set(list_snapshots(gateway)) - {"web-2026-11-21"}
     assert re.fullmatch(r"web-broken-\d{8}-\d{6}", backup)
     # The probe fails once in an unchanged sandbox and then succeeds, because a fault may be in memory only.
     flag = tmp_path / "flag"
     probe = f"test -e {flag} || ! touch {flag}"
-    check_success(player.run_page("roll_back", rollback_probe=probe, rollback_backup_name="again"), 1)
+    check_success(playbook_runner.run_page("roll_back", rollback_probe=probe, rollback_backup_name="again"), 1)
     flag.unlink()
-    check_success(player.run_page("roll_back", "--check", rollback_probe=probe), 1)
+    check_success(playbook_runner.run_page("roll_back", "--check", rollback_probe=probe), 1)
     timeout_options = {
         "rollback_probe": f"test -e {flag}.2 || {{ touch {flag}.2; sleep 60; }}",
         "rollback_probe_seconds": 1,
     }
-    check_success(player.run_page("roll_back", **timeout_options, rollback_capture=False), 1)
+    check_success(playbook_runner.run_page("roll_back", **timeout_options, rollback_capture=False), 1)
 
 
 @pytest.mark.parametrize(
@@ -195,22 +208,25 @@ def test_roll_back_restores_sandboxes_whose_probe_fails(player: Player, gateway:
     ],
 )
 def test_roll_back_reports_invalid_variables(
-    player: Player, gateway: MemoryGateway, variables: dict[str, str], sentence: str
+    playbook_runner: PlaybookRunner, gateway: MemoryGateway, variables: dict[str, str], sentence: str
 ) -> None:
     create_sandbox(gateway, "web")
     check_refusal(
-        player.run("roll_back", **{"rollback_sandbox": "web", "rollback_snapshot": "base", **variables}), sentence
+        playbook_runner.run("roll_back", **{"rollback_sandbox": "web", "rollback_snapshot": "base", **variables}),
+        sentence,
     )
 
 
 # --- fork_and_test ---------------------------------------------------------------------------------------------------
 
 
-def test_fork_and_test_accepts_variants_as_text(player: Player, gateway: MemoryGateway, tmp_path: Path) -> None:
+def test_fork_and_test_accepts_variants_as_text(
+    playbook_runner: PlaybookRunner, gateway: MemoryGateway, tmp_path: Path
+) -> None:
     create_sandbox(gateway, "web")
     lines = f"\none: sh -c 'echo 1 : > {tmp_path}/one'\n  two : cp /dev/null {tmp_path}/two\n"
     test = f"stat -c %s {tmp_path}/{{{{ fork_variant.name }}}}"
-    run = player.run("fork_and_test", fork_source="web", fork_variants=lines, fork_test=test, fork_best="most")
+    run = playbook_runner.run("fork_and_test", fork_source="web", fork_variants=lines, fork_test=test, fork_best="most")
     assert "web continues from web-try-one" in check_success(run) and (tmp_path / "one").read_text() == "1 :\n"
 
 
@@ -221,7 +237,7 @@ def test_nightly_snapshot_and_rollback_on_virtual_machines(
     shared_gateway: Gateway, template: str, tmp_path: Path
 ) -> None:
     """Captures a sandbox, breaks it, and rolls it back with its memory. The broken state is kept in a snapshot."""
-    api, player = shared_gateway, Player(tmp_path, shared_gateway.url)
+    api, playbook_runner = shared_gateway, PlaybookRunner(tmp_path, shared_gateway.url)
     sandbox = api.call("POST", "/sandboxes", {"templateID": template, "name": "night", "metadata": {"team": "night"}})
     box = sandbox["sandboxID"]
     nightly_variables = {"nightly_metadata": {"team": "night"}, "nightly_keep_daily": None, "nightly_keep_last": 2}
@@ -234,18 +250,18 @@ def test_nightly_snapshot_and_rollback_on_virtual_machines(
     }
     try:
         api.sh(box, f"mkdir -p /srv/www && echo up > /srv/www/index && {serve} sleep 2")
-        check_success(player.run_page("nightly_snapshots", nightly_stamp="1", **nightly_variables), 1)
-        check_success(player.run_page("nightly_snapshots", nightly_stamp="2", **nightly_variables), 0)
-        assert "its probe succeeds" in check_success(player.run_page("roll_back", **rollback_variables), 0)
+        check_success(playbook_runner.run_page("nightly_snapshots", nightly_stamp="1", **nightly_variables), 1)
+        check_success(playbook_runner.run_page("nightly_snapshots", nightly_stamp="2", **nightly_variables), 0)
+        assert "its probe succeeds" in check_success(playbook_runner.run_page("roll_back", **rollback_variables), 0)
 
         server = api.sh(box, "pgrep -f http.server").split()[0]
         api.sh(box, f"kill {server}; rm -r /srv/www; sync")
-        output = check_success(player.run_page("roll_back", **rollback_variables), 1)
+        output = check_success(playbook_runner.run_page("roll_back", **rollback_variables), 1)
         assert '"kept_as": "night-kept"' in output
         assert api.sh(box, "cat /srv/www/index; pgrep -f http.server").split()[:2] == ["up", server], (
             "the captured process must run again"
         )
-        assert "its probe succeeds" in check_success(player.run_page("roll_back", **rollback_variables), 0)
+        assert "its probe succeeds" in check_success(playbook_runner.run_page("roll_back", **rollback_variables), 0)
         assert api.call("GET", "/snapshots/night-kept")["sourceSandboxID"] == box
     finally:
         api.client.delete(f"/sandboxes/{box}")

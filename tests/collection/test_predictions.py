@@ -23,7 +23,7 @@ from sandbox_gateway.errors import InUseExternally
 from sandbox_gateway.records import VolumeSnapshot
 from tests.api import memory_host
 from tests.api.memory_gateway import MemoryGateway
-from tests.collection.predictions import CASES, RESOURCE_KINDS, Case, task, with_prefix
+from tests.collection.predictions import CASES, RESOURCE_KINDS, Case, insert_prefix, task
 from tests.collection.runner import Result, Target, check_prediction
 from tests.support.session import REPOSITORY
 
@@ -60,7 +60,7 @@ def outcomes(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[Case, Ou
             assert not result.get("failed"), result
         for case in CASES:
             for change, name in case.changes:
-                change_setup(gateway, target, change, with_prefix(name, prefixes[case]))
+                change_setup(gateway, target, change, insert_prefix(name, prefixes[case]))
         tasks_three_times = [
             {**task(case.module, case.options, prefixes[case]), **keywords}
             for case in CASES
@@ -76,7 +76,7 @@ def outcomes(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[Case, Ou
 
 
 class ShellMachine(memory_host.Machine):
-    """A machine whose shell commands succeed."""
+    """A machine whose shell commands always succeed."""
 
     async def _exec(self, request: dict[str, Any]) -> dict[str, Any]:
         modified = {**request, "args": ["exit", "0"]} if request["args"][0] == "/bin/sh" else request
@@ -98,7 +98,7 @@ def change_setup(gateway: MemoryGateway, target: Target, change: str, name: str)
     elif change == "end":
         asyncio.run_coroutine_threadsafe(end_machine(gateway, name), gateway.loop).result(20)
         deadline = time.monotonic() + 20
-        while [sandbox["state"] for sandbox in target.client.pages("/sandboxes", name=name)] != ["paused"]:
+        while [sandbox["state"] for sandbox in target.client.list_all("/sandboxes", name=name)] != ["paused"]:
             assert time.monotonic() < deadline, f"the gateway did not notice that the machine of {name} stopped"
             time.sleep(0.02)
     elif change == "outdate":
@@ -116,7 +116,7 @@ async def end_machine(gateway: MemoryGateway, name: str) -> None:
 def keep_snapshots(gateway: MemoryGateway, name: str) -> None:
     """Make removals of the volume's snapshots fail with the error that ZfsStorage raises.
 
-    tests/jail_zfs/test_volume_storage.py checks that it does.
+    tests/jail_zfs/test_volume_storage.py checks that ZfsStorage raises it.
     """
     volume_id, remove = gateway.engine.index.volume(name).id, gateway.host.remove_volume_snapshot
 
@@ -162,8 +162,8 @@ def test_diffs_are_readable(case: Case, outcomes: dict[Case, Outcome]) -> None:
     before, after = actual["diff"]["before"], actual["diff"]["after"]
     assert (before != after) is actual["changed"]
     assert set(before) | set(after) <= {outcome["name"] for outcome in actual["outcomes"] if outcome["changed"]}
-    shown = [line for line in ansible_diff(before, after) if line[:1] in "+-"]
-    assert len(shown) <= MAX_DIFF_LINES, shown
+    changed_lines = [line for line in ansible_diff(before, after) if line[:1] in "+-"]
+    assert len(changed_lines) <= MAX_DIFF_LINES, changed_lines
 
 
 def ansible_diff(before: Any, after: Any) -> list[str]:
@@ -172,7 +172,7 @@ def ansible_diff(before: Any, after: Any) -> list[str]:
 
 
 def test_the_page_matches_the_results(outcomes: dict[Case, Outcome]) -> None:
-    page = page_text(outcomes)
+    page = format_page(outcomes)
     if os.environ.get("GROVE_WRITE_DOCS"):
         PAGE.write_text(page)
     assert PAGE.exists() and PAGE.read_text() == page, f"docs/predictions.md does not match the results: run {COMMAND}"
@@ -180,7 +180,7 @@ def test_the_page_matches_the_results(outcomes: dict[Case, Outcome]) -> None:
 
 # The page
 
-HEAD = f"""# Check mode and runs
+PAGE_HEAD = f"""# Check mode and runs
 
 [tests/collection/test_predictions.py](../tests/collection/test_predictions.py) runs every state and option of every
 module three times: in check mode, then for real, and then for real a second time. The columns *check mode* and *run*
@@ -202,32 +202,32 @@ It fails if its results differ from the page.
 """
 
 
-def page_text(outcomes: dict[Case, Outcome]) -> str:
-    lines = [HEAD]
+def format_page(outcomes: dict[Case, Outcome]) -> str:
+    lines = [PAGE_HEAD]
     for module in RESOURCE_KINDS:
         head = "| options | check mode | run | again | diff |"
         lines += [f"## {module}", "", head, "|---|---|---|---|---|"]
-        lines += [row(outcome) for case, outcome in outcomes.items() if case.module == module]
+        lines += [format_row(outcome) for case, outcome in outcomes.items() if case.module == module]
         lines.append("")
     return "\n".join(lines).rstrip() + "\n"
 
 
-def row(outcome: Outcome) -> str:
-    repeated = actions(outcome.repeated, outcome.prefix)
+def format_row(outcome: Outcome) -> str:
+    repeated = format_actions(outcome.repeated, outcome.prefix)
     if outcome.case.repeated_actions:
         repeated += f"; {outcome.case.repeated_actions}"
     cells = [
         outcome.case.title,
-        actions(outcome.predicted, outcome.prefix),
-        actions(outcome.actual, outcome.prefix),
+        format_actions(outcome.predicted, outcome.prefix),
+        format_actions(outcome.actual, outcome.prefix),
         repeated,
-        diff(outcome),
+        format_diff(outcome),
     ]
     return f"| {' | '.join(cells)} |"
 
 
-def actions(result: Result, prefix: str) -> str:
-    """Return the actions with the names of their resources, as in the page."""
+def format_actions(result: Result, prefix: str) -> str:
+    """Return the actions with the names of their resources, as the page shows them."""
     names_by_actions: dict[str, list[str]] = {}
     for outcome in result.get("outcomes", []):
         if outcome["actions"]:
@@ -238,13 +238,13 @@ def actions(result: Result, prefix: str) -> str:
     return "; ".join(parts) or "-"
 
 
-def diff(outcome: Outcome) -> str:
+def format_diff(outcome: Outcome) -> str:
     if "diff" not in outcome.actual:
         return "-"
     before, after = outcome.actual["diff"]["before"], outcome.actual["diff"]["after"]
     removed, added = [name for name in before if name not in after], [name for name in after if name not in before]
     changes = [
-        f"`{name}`: {key} {plain_value(old)} → {plain_value(new)}"
+        f"`{name}`: {key} {format_value(old)} → {format_value(new)}"
         for name in before
         if name in after
         for key, old, new in differences(before[name], after[name])
@@ -262,9 +262,9 @@ def differences(before: Any, after: Any, path: str = "") -> Iterator[tuple[str, 
         yield path, before, after
 
 
-def plain_value(value: Any) -> str:
+def format_value(value: Any) -> str:
     if isinstance(value, list):
-        return ", ".join(plain_value(item) for item in value) or "none"
+        return ", ".join(format_value(item) for item in value) or "none"
     if isinstance(value, dict):
         return " ".join(str(item) for item in value.values() if not isinstance(item, bool))
     return "nothing" if value in (None, "") else json.dumps(value).strip('"')

@@ -1,4 +1,4 @@
-"""Test the playbooks about volumes with a live gateway: each runs twice, and the second run changes nothing."""
+"""Test the volume playbooks with a real gateway: each runs twice, and the second run changes nothing."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.collection.runner import SECONDS, ansible_playbook
+from tests.collection.runner import TIMEOUT_SECONDS, ansible_playbook
 from tests.support.gateway import Gateway
 from tests.support.roles import environment
 
@@ -21,7 +21,7 @@ def run_play(name: str, gateway: Gateway, template: str, scratch: Path) -> tuple
         [ansible_playbook(), f"grove.sandbox.{name}", *options],
         capture_output=True,
         text=True,
-        timeout=SECONDS,
+        timeout=TIMEOUT_SECONDS,
         env=environment(scratch),
         check=False,
     )
@@ -31,7 +31,7 @@ def run_play(name: str, gateway: Gateway, template: str, scratch: Path) -> tuple
 
 
 @pytest.fixture
-def clean(shared_gateway: Gateway, template: str, tmp_path: Path) -> Iterator[None]:
+def remove_volumes(shared_gateway: Gateway, template: str, tmp_path: Path) -> Iterator[None]:
     yield
     run_play("volumes_clean", shared_gateway, template, tmp_path)
     remaining = shared_gateway.client.get("/volumes").json()
@@ -40,7 +40,7 @@ def clean(shared_gateway: Gateway, template: str, tmp_path: Path) -> Iterator[No
 
 
 @pytest.mark.parametrize("name", ["volumes_shared", "volumes_dataset", "volumes_cache"])
-@pytest.mark.usefixtures("clean")
+@pytest.mark.usefixtures("remove_volumes")
 def test_each_playbook_is_idempotent(name: str, shared_gateway: Gateway, template: str, tmp_path: Path) -> None:
     output, changed = run_play(name, shared_gateway, template, tmp_path)
     assert changed > 3, output

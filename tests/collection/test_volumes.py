@@ -1,4 +1,4 @@
-"""Test volumes: check mode predicts the run, a second run changes nothing, and errors name the obstacles."""
+"""Test volumes: check mode predicts the run, a second run changes nothing, and errors name the blocking resources."""
 
 from __future__ import annotations
 
@@ -173,8 +173,10 @@ def test_rollback_runs_every_time_and_is_refused_with_writers(target: Target) ->
     predicted, refused = target.play({**rollback, "check_mode": True}, rollback)
     check_failed(refused, "in_use", f"mounted read-write in {box}", "force: true")
     assert predicted["msg"] == refused["msg"]
-    forced = volume_task(name=data, rollback_to="clean", force=True, snapshots=["before"])
-    predicted, actual, repeated = target.play({**forced, "check_mode": True}, forced, forced, options=("--diff",))
+    forced_rollback = volume_task(name=data, rollback_to="clean", force=True, snapshots=["before"])
+    predicted, actual, repeated = target.play(
+        {**forced_rollback, "check_mode": True}, forced_rollback, forced_rollback, options=("--diff",)
+    )
     check_prediction(predicted, actual)
     assert planned_actions(actual) == [["capture", "rollback"]] and planned_actions(repeated) == [["rollback"]]
     (detached,) = target.play(volume_task(name=data, attachments=[], rollback_to="before"))
@@ -248,7 +250,7 @@ def test_invalid_volume_options_are_refused(target: Target) -> None:
         assert predicted["msg"] == actual["msg"] and not actual["changed"]
 
 
-def test_volumes_are_attached_to_running_sandboxes_only(target: Target) -> None:
+def test_volumes_are_attached_only_to_running_sandboxes(target: Target) -> None:
     box, data = target.name("box"), target.name("data")
     target.verify(sandbox_task(name=box, template=target.template, state="paused"), volume_task(name=data, size_mb=64))
     for task in (
@@ -274,27 +276,27 @@ def test_continue_on_error_changes_the_other_volumes(target: Target) -> None:
     assert [outcome["failed"] for outcome in continued["outcomes"]] == [False, True, False]
 
 
-def test_a_fork_with_a_missing_inherited_volume_fails(in_memory: Target, faulty: FaultyGateway) -> None:
-    in_memory.play(
+def test_a_fork_with_a_missing_inherited_volume_fails(memory_target: Target, faulty_gateway: FaultyGateway) -> None:
+    memory_target.play(
         volume_task(name="data"),
         sandbox_task(name="box", template="base", volumes=[mount_at("/srv/data", "data")]),
         snapshot_task(name="golden", sandbox="box"),
         volume_task(name="data", state="absent", attachments=[]),
     )
-    assert not faulty.list_objects("volumes")
-    (refused,) = in_memory.play(fork_task(snapshot="golden", names=["x"]))
+    assert not faulty_gateway.list_objects("volumes")
+    (refused,) = memory_target.play(fork_task(snapshot="golden", names=["x"]))
     check_failed(refused, "conflict", "no longer exist", "[] for none")
     assert refused["failure"]["status"] is None
-    (created,) = in_memory.verify(fork_task(snapshot="golden", names=["x"], volumes=[]))
+    (created,) = memory_target.verify(fork_task(snapshot="golden", names=["x"], volumes=[]))
     assert created["sandbox"]["volumes"] == []
 
 
-def test_volume_tokens_are_not_shown(in_memory: Target, faulty: FaultyGateway) -> None:
-    results = in_memory.play(
+def test_volume_tokens_are_not_shown(memory_target: Target, faulty_gateway: FaultyGateway) -> None:
+    results = memory_target.play(
         volume_task(name="data", snapshots=["one"]),
         {"grove.sandbox.sandbox_volume_info": {}},
         options=("-vvv", "--diff"),
     )
     assert all(not result.get("failed") for result in results)
-    token = faulty.request("GET", "/volumes/data")["token"]
-    assert len(token) > 8 and token not in in_memory.output + str(results)
+    token = faulty_gateway.request("GET", "/volumes/data")["token"]
+    assert len(token) > 8 and token not in memory_target.output + str(results)

@@ -12,7 +12,7 @@ TASK: Task = {"grove.sandbox.sandbox": {"name": "box", "template": "base"}}
 
 
 def ran_as_module(result: dict[str, Any]) -> bool:
-    """Return whether the task ran as a module, since only modules report their invocation."""
+    """Return whether the task ran as a module. Only modules report their invocation."""
     return "invocation" in result
 
 
@@ -26,39 +26,39 @@ def ran_as_module(result: dict[str, Any]) -> bool:
     ids=["local", "environment", "not local"],
 )
 def test_a_loopback_address_belongs_to_the_managed_host(
-    in_memory: Target, keywords: dict[str, Any], options: tuple[str, ...], is_module: bool
+    memory_target: Target, keywords: dict[str, Any], options: tuple[str, ...], is_module: bool
 ) -> None:
-    (created,) = in_memory.play({**TASK, "diff": True}, keywords=keywords, options=options)
+    (created,) = memory_target.play({**TASK, "diff": True}, keywords=keywords, options=options)
     assert created["changed"], created
     assert ran_as_module(created) is is_module
-    (repeated,) = in_memory.play(TASK, keywords=keywords, options=options)
+    (repeated,) = memory_target.play(TASK, keywords=keywords, options=options)
     assert not repeated["changed"]
 
 
-def test_another_address_is_reached_from_the_control_node(in_memory: Target) -> None:
+def test_another_address_is_reached_from_the_control_node(memory_target: Target) -> None:
     # The address is reserved for documentation and is not reachable. A module would have reported its invocation.
     task = {"grove.sandbox.sandbox": {**TASK["grove.sandbox.sandbox"], "gateway_url": "http://192.0.2.1:1"}}
-    (result,) = in_memory.play({**task, "timeout": 5}, options=("-e", "ansible_connection=elsewhere"))
+    (result,) = memory_target.play({**task, "timeout": 5}, options=("-e", "ansible_connection=elsewhere"))
     assert result["failed"] and not ran_as_module(result)
 
 
-def test_async_tasks_succeed(in_memory: Target) -> None:
-    (created,) = in_memory.play({**TASK, "async": 60, "poll": 1})
+def test_async_tasks_succeed(memory_target: Target) -> None:
+    (created,) = memory_target.play({**TASK, "async": 60, "poll": 1})
     assert created["changed"] and created["sandbox"]["name"] == "box"
 
 
-def test_environment_variables_replace_options(in_memory: Target) -> None:
+def test_environment_variables_replace_options(memory_target: Target) -> None:
     task = {"grove.sandbox.sandbox": {"name": "box", "template": "base"}}
-    variables = {"SANDBOX_GATEWAY_URL": in_memory.url, "SANDBOX_GATEWAY_TOKEN": ""}
+    variables = {"SANDBOX_GATEWAY_URL": memory_target.url, "SANDBOX_GATEWAY_TOKEN": ""}
     for options in ((), ("-e", "ansible_connection=elsewhere")):
-        results = in_memory.play(task, options=options, environment=variables, keywords={"module_defaults": {}})
+        results = memory_target.play(task, options=options, environment=variables, keywords={"module_defaults": {}})
         assert not results[0].get("failed"), results
 
 
 @pytest.mark.parametrize("group", ["all", "gateway"])
-def test_module_defaults_of_an_action_group_apply(in_memory: Target, group: str) -> None:
-    defaults = {f"group/grove.sandbox.{group}": {"gateway_url": in_memory.url, "gateway_token": ""}}
-    created, listed = in_memory.play(
+def test_module_defaults_of_an_action_group_apply(memory_target: Target, group: str) -> None:
+    defaults = {f"group/grove.sandbox.{group}": {"gateway_url": memory_target.url, "gateway_token": ""}}
+    created, listed = memory_target.play(
         TASK, {"grove.sandbox.sandbox_info": {"name": ["box"]}}, keywords={"module_defaults": defaults}
     )
     assert created["changed"] and listed["sandboxes"] == [created["sandbox"]]

@@ -1,4 +1,4 @@
-"""Fixtures that run the tests of the engine on every kind of host, which declares its features in ``abilities``."""
+"""Fixtures that run the engine tests on every kind of host. Each kind declares its features in ``abilities``."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def _shared(world: World) -> Iterator[Live]:
 
 @pytest.fixture
 def live(_shared: Live, world: World) -> Iterator[Live]:
-    """An engine that all tests share and that is emptied after each. A test fails if it leaves anything behind."""
+    """An engine that all tests share. It is emptied after each test, which fails if it leaves anything behind."""
     before = world.traces(_shared.config)
     yield _shared
     _shared.remove_all()
@@ -38,7 +38,7 @@ def live(_shared: Live, world: World) -> Iterator[Live]:
 
 @pytest.fixture
 def make_live(world: World) -> Iterator[Callable[..., Live]]:
-    """A function that opens engines with their own state: see ``engines``."""
+    """Return a function that opens engines, each with its own state. See ``engines``."""
     with engines(world) as make_live:
         yield make_live
 

@@ -57,7 +57,7 @@ def test_a_snapshot_outlives_its_source(live: Live, source: str) -> None:
     assert live.shell(fork.id, "cat /root/kept").strip() == "kept"
 
 
-def test_middle_generations_can_be_deleted(live: Live, world: World) -> None:
+def test_intermediate_snapshots_can_be_deleted(live: Live, world: World) -> None:
     ref = live.do(live.engine.forks.create(TEMPLATE, ForkSpec(names=["g0"]))).id
     if world.abilities.memory:
         live.shell(ref, START_COUNTER)

@@ -1,6 +1,6 @@
-"""If the gateway is killed during an operation, each object is afterwards complete or does not exist.
+"""After the gateway is killed during an operation, each object is either complete or absent.
 
-By default, each operation is killed at a few steps, spread over it; with GROVE_CRASH_POINTS=all, at every step.
+By default, each operation is killed at a few of its steps; with GROVE_CRASH_POINTS=all, at every step.
 """
 
 from __future__ import annotations
@@ -16,18 +16,18 @@ import pytest
 from sandbox_gateway.config import Config
 from sandbox_gateway.engine.spec import ForkSpec, MountSpec
 from sandbox_gateway.records import SandboxState
-from tests.support.crash import KILLED, VERBS, VOLUME_VERBS, Runner
+from tests.support.crash import KILLED, OPERATIONS, VOLUME_OPERATIONS, Runner
 from tests.support.live import Live
 from tests.support.waiting import eventually
 from tests.support.worlds import TEMPLATE, World
 
-POINTS = os.environ.get("GROVE_CRASH_POINTS", "3")
-QMP_VERBS = {"capture", "claim", "clone", "capture-with-volumes", "pause"}
+CRASH_POINTS = os.environ.get("GROVE_CRASH_POINTS", "3")
+QMP_OPERATIONS = {"capture", "claim", "clone", "capture-with-volumes", "pause"}
 """The operations that send commands to QEMU."""
 
 
 class Scenario:
-    """A state that all operations start from. A gateway runs only inside ``opened``."""
+    """The state that all operations start from. A gateway runs only inside ``opened``."""
 
     def __init__(self, world: World, prepare: Callable[[Live], None]) -> None:
         self.world = world
@@ -37,7 +37,7 @@ class Scenario:
 
     @contextlib.contextmanager
     def prepared(self) -> Iterator[None]:
-        """Prepare the state. The caller must restore it; after a failure, it is created again."""
+        """Prepare the state. The caller must restore it. After a failure, the next call creates it again."""
         try:
             if self._config is None:
                 self._config = self.world.config()
@@ -65,10 +65,10 @@ class Scenario:
             self.world.forget(self._config)
             self._config = None
 
-    def run(self, verb: str, fatal: int, path: Path) -> tuple[int, str]:
-        """Run a verb, and kill it at the step ``fatal`` (0: never). Return its exit code and its output."""
+    def run(self, operation: str, fatal: int, path: Path) -> tuple[int, str]:
+        """Run an operation, and kill it at the step ``fatal`` (0: never). Return its exit code and its output."""
         assert self._config is not None
-        return self._runner.run(self._config, verb, fatal, path), path.read_text()
+        return self._runner.run(self._config, operation, fatal, path), path.read_text()
 
 
 def _create_scenario(world: World, prepare: Callable[[Live], None]) -> Iterator[Scenario]:
@@ -100,8 +100,8 @@ def check_lineage(live: Live, when: str) -> None:
 
 
 def choose_steps(steps: int, qmp: list[int]) -> list[int]:
-    """Return POINTS steps that are spread over a verb. At least one of them is a command to QEMU, if there are any."""
-    count = int(POINTS)
+    """Return CRASH_POINTS evenly spread steps. At least one of them is a QMP command, if there are any."""
+    count = int(CRASH_POINTS)
     chosen_steps = {1 + int((point + 0.5) / count * steps) for point in range(count)}
     if qmp and not chosen_steps & {*qmp}:
         command, nearest = min(
@@ -111,39 +111,44 @@ def choose_steps(steps: int, qmp: list[int]) -> list[int]:
     return sorted(chosen_steps)
 
 
-Check = Callable[[Live, World, str], None]
-Restore = Callable[[Live], None]
+CheckState = Callable[[Live, World, str], None]
+RestoreState = Callable[[Live], None]
 
 
-@pytest.mark.parametrize("verb", VERBS)
-def test_a_killed_operation_leaves_no_partial_object(verb: str, sandbox_scenario: Scenario, tmp_path: Path) -> None:
-    if verb == "claim" and not sandbox_scenario.world.abilities.prewarm:
+@pytest.mark.parametrize("operation", OPERATIONS)
+def test_a_killed_operation_leaves_no_partial_object(
+    operation: str, sandbox_scenario: Scenario, tmp_path: Path
+) -> None:
+    if operation == "claim" and not sandbox_scenario.world.abilities.prewarm:
         pytest.skip(f"{sandbox_scenario.world.kind} declares that it cannot hold machines")
-    kill_at_each_step(verb, sandbox_scenario, tmp_path / "output", check, restore)
+    kill_at_each_step(operation, sandbox_scenario, tmp_path / "output", check, restore)
 
 
-def kill_at_each_step(verb: str, scenario: Scenario, path: Path, check: Check, restore: Restore) -> None:
+def kill_at_each_step(operation: str, scenario: Scenario, path: Path, check: CheckState, restore: RestoreState) -> None:
     with scenario.prepared():
-        steps, qmp = run_undisturbed(verb, scenario, path, restore)
-        assert steps > 0, "no steps were counted, so the verb would never be killed"
-        assert bool(qmp) == (scenario.world.abilities.memory and verb in QMP_VERBS), (
-            f"{verb}: {qmp} of {steps} steps are QMP commands"
+        steps, qmp = run_uninterrupted(operation, scenario, path, restore)
+        assert steps > 0, "no steps were counted, so the operation would never be killed"
+        assert bool(qmp) == (scenario.world.abilities.memory and operation in QMP_OPERATIONS), (
+            f"{operation}: {qmp} of {steps} steps are QMP commands"
         )
-        steps_to_kill = range(1, steps + 1) if POINTS == "all" else choose_steps(steps, qmp)
-        killed = 0
+        steps_to_kill = range(1, steps + 1) if CRASH_POINTS == "all" else choose_steps(steps, qmp)
+        kill_count = 0
         for step in steps_to_kill:
-            code, output = scenario.run(verb, step, path)
+            code, output = scenario.run(operation, step, path)
             assert code in (0, KILLED), output[-3000:]
-            killed += code == KILLED
+            kill_count += code == KILLED
             with scenario.opened() as live:
-                check(live, scenario.world, f"{verb} killed at step {step} of {steps}")
+                check(live, scenario.world, f"{operation} killed at step {step} of {steps}")
                 restore(live)
-        assert killed > 0, f"{verb} was never killed: it ended before each of the steps {list(steps_to_kill)}"
+        assert kill_count > 0, f"{operation} was never killed: it ended before each of the steps {list(steps_to_kill)}"
 
 
-def run_undisturbed(verb: str, scenario: Scenario, path: Path, restore: Restore) -> tuple[int, list[int]]:
-    """Run the verb without killing it, and restore the state. Return the number of steps, and the QMP commands."""
-    code, output = scenario.run(verb, 0, path)
+def run_uninterrupted(operation: str, scenario: Scenario, path: Path, restore: RestoreState) -> tuple[int, list[int]]:
+    """Run the operation without killing it, and restore the state.
+
+    Return the number of steps, and the numbers of the steps that are QMP commands.
+    """
+    code, output = scenario.run(operation, 0, path)
     assert code == 0, output[-3000:]
     with scenario.opened() as live:
         restore(live)
@@ -173,17 +178,17 @@ def check(live: Live, world: World, when: str) -> None:
 
 
 def restore(live: Live) -> None:
-    """Restore the state that existed before the verb."""
+    """Restore the state that existed before the operation."""
     engine = live.engine
-    present = {sandbox.name for sandbox in engine.sandboxes.list()}
-    for name in {"new", "new2"} & present:
+    existing_names = {sandbox.name for sandbox in engine.sandboxes.list()}
+    for name in {"new", "new2"} & existing_names:
         live.do(engine.sandboxes.delete(name))
     for snapshot in engine.snapshots.list():
         if "new" in snapshot.names:
             live.do(engine.snapshots.delete(snapshot.id))
     if live.sandbox("source").state is SandboxState.PAUSED:
         live.do(engine.sandboxes.resume("source"))
-    if "spare" not in present:
+    if "spare" not in existing_names:
         live.do(engine.forks.create(TEMPLATE, ForkSpec(names=["spare"])))
     if live.sandbox("sleeper").state is SandboxState.RUNNING:
         live.do(engine.sandboxes.pause("sleeper"))
@@ -196,7 +201,7 @@ def restore(live: Live) -> None:
 
 @pytest.fixture(scope="module")
 def volume_scenario(world: World) -> Iterator[Scenario]:
-    """A scenario with a running source with two volumes, a snapshot of it with one of them, and two unused volumes."""
+    """A scenario with a running source that has two volumes, its snapshot with one of them, and two unused volumes."""
     yield from _create_scenario(world, prepare_volumes)
 
 
@@ -204,16 +209,18 @@ def prepare_volumes(live: Live) -> None:
     for name in ("one", "two", "idle", "spare"):
         live.do(live.engine.volumes.create(name, 64))
     live.do(
-        live.engine.forks.create(TEMPLATE, ForkSpec(names=["source"], mounts=[MountSpec(n, f"/{n}") for n in MOUNTED]))
+        live.engine.forks.create(
+            TEMPLATE, ForkSpec(names=["source"], mounts=[MountSpec(n, f"/{n}") for n in MOUNTED_VOLUMES])
+        )
     )
-    for name in MOUNTED:
+    for name in MOUNTED_VOLUMES:
         live.shell("source", f"echo {name} >/{name}/kept && sync")
     live.do(live.engine.snapshots.create("source", name="mark", volumes=["one"]))
     prepare_unused_volume(live)
     live.do(live.engine.volumes.create_snapshot("spare", "before"))
 
 
-MOUNTED = ("one", "two")
+MOUNTED_VOLUMES = ("one", "two")
 
 
 def prepare_unused_volume(live: Live) -> None:
@@ -226,11 +233,11 @@ def prepare_unused_volume(live: Live) -> None:
     live.do(live.engine.attachments.detach("source", "idle"))
 
 
-@pytest.mark.parametrize("verb", VOLUME_VERBS)
+@pytest.mark.parametrize("operation", VOLUME_OPERATIONS)
 def test_a_killed_volume_operation_leaves_no_partial_object(
-    verb: str, volume_scenario: Scenario, tmp_path: Path
+    operation: str, volume_scenario: Scenario, tmp_path: Path
 ) -> None:
-    kill_at_each_step(verb, volume_scenario, tmp_path / "output", check_volumes, restore_volumes)
+    kill_at_each_step(operation, volume_scenario, tmp_path / "output", check_volumes, restore_volumes)
 
 
 def check_volumes(live: Live, world: World, when: str) -> None:
@@ -238,7 +245,7 @@ def check_volumes(live: Live, world: World, when: str) -> None:
     engine = live.engine
     volumes = {each.name: each for each in engine.volumes.list()}
     by_id = {each.id: each for each in volumes.values()}
-    assert {*MOUNTED, "idle"} <= volumes.keys(), when
+    assert {*MOUNTED_VOLUMES, "idle"} <= volumes.keys(), when
     assert live.sandbox("source").state is SandboxState.RUNNING, when
     mounted = {by_id[mount.volume].name: mount.path for mount in live.sandbox("source").mounts}
     assert mounted.get("one") == "/one" and mounted.keys() <= {"one", "two", "idle"}, when
@@ -246,13 +253,13 @@ def check_volumes(live: Live, world: World, when: str) -> None:
     names = ("one", "two", "idle")
     command = f"for name in {' '.join(names)}; do echo $name:$(cat /$name/kept 2>/dev/null); done"
 
-    def all_present() -> bool:
+    def has_expected_contents() -> bool:
         contents = dict(line.split(":") for line in live.shell("source", command).split())
         return all(contents[name] in expected.get(name, ("",)) for name in names)
 
-    eventually(all_present)
-    write = " && ".join(f"echo here >/{name}/written" for name in mounted)
-    capacity = int(live.shell("source", f"{write} && sync && df --output=size -BM /one | tail -n 1 | tr -d M"))
+    eventually(has_expected_contents)
+    write_command = " && ".join(f"echo here >/{name}/written" for name in mounted)
+    capacity = int(live.shell("source", f"{write_command} && sync && df --output=size -BM /one | tail -n 1 | tr -d M"))
     assert 0.75 < capacity / volumes["one"].size_mb <= 1, (when, capacity)
     if "new" in volumes and volumes["new"].from_snapshot:
         assert read_contents(live, "new") == "before", when
@@ -266,18 +273,20 @@ def check_volumes(live: Live, world: World, when: str) -> None:
             assert read_contents(live, probe.name) == "one", when
             live.do(engine.volumes.delete("probe"))
     snapshots = {each.id: each for each in engine.snapshots.list()}
-    captures = {each.id for name in MOUNTED for each in engine.volumes.list_snapshots(name) if each.sandbox_snapshot}
+    captures = {
+        each.id for name in MOUNTED_VOLUMES for each in engine.volumes.list_snapshots(name) if each.sandbox_snapshot
+    }
     assert captures == {capture.snapshot for each in snapshots.values() for capture in each.volumes}, when
     assert all(len(each.volumes) == (1 if each.names == ["mark"] else 2) for each in snapshots.values()), when
     owners = {each.owner for each in volumes.values() if each.owner}
     forks = {each.id: each for each in engine.sandboxes.list() if each.name.startswith("fork")}
     assert owners == forks.keys(), when
     for fork in forks.values():
-        assert read_kept(live, fork.id, "/one") == "one", when
+        assert read_kept_file(live, fork.id, "/one") == "one", when
     live.wait_for(world.check_no_strays, engine, live.config, when)
 
 
-def read_kept(live: Live, ref: str, path: str) -> str:
+def read_kept_file(live: Live, ref: str, path: str) -> str:
     return live.shell(ref, f"cat {path}/kept 2>/dev/null || true").strip()
 
 
@@ -285,15 +294,15 @@ def read_contents(live: Live, name: str) -> str:
     """Return the contents of a volume, read in a sandbox that mounts it or from a temporary mount."""
     volume = live.engine.volumes.get(name)
     for sandbox, mount in live.engine.volumes.mounts_of(volume):
-        return read_kept(live, sandbox.id, mount.path)
+        return read_kept_file(live, sandbox.id, mount.path)
     live.do(live.engine.attachments.attach("source", MountSpec(name, "/probe", read_only=True)))
-    contents = read_kept(live, "source", "/probe")
+    contents = read_kept_file(live, "source", "/probe")
     live.do(live.engine.attachments.detach("source", name))
     return contents
 
 
 def restore_volumes(live: Live) -> None:
-    """Restore the state that existed before the verb."""
+    """Restore the state that existed before the operation."""
     engine = live.engine
     for sandbox in engine.sandboxes.list():
         if sandbox.name.startswith("fork"):
@@ -304,10 +313,10 @@ def restore_volumes(live: Live) -> None:
     for each in engine.volumes.list_snapshots("one"):
         if each.name == "new":
             live.do(engine.volumes.delete_snapshot("one", each.id))
-    present = {each.name for each in engine.volumes.list()}
-    if "new" in present:
+    existing_names = {each.name for each in engine.volumes.list()}
+    if "new" in existing_names:
         live.do(engine.volumes.delete("new"))
-    if "spare" not in present:
+    if "spare" not in existing_names:
         live.do(engine.volumes.create("spare", 64))
         live.do(engine.volumes.create_snapshot("spare", "before"))
     mounted = {engine.volumes.get(mount.volume).name for mount in live.sandbox("source").mounts}

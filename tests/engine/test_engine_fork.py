@@ -1,4 +1,4 @@
-"""Forks of a snapshot share their past, and nothing else."""
+"""Forks of a snapshot continue from the same state, and are then independent of each other."""
 
 from __future__ import annotations
 
@@ -94,7 +94,7 @@ def test_a_paused_sandbox_starts_at_resume(live: Live) -> None:
 
 
 @pytest.mark.usefixtures("with_memory")
-def test_other_resources_need_a_cold_start(live: Live, world: World) -> None:
+def test_different_resources_require_a_cold_start(live: Live, world: World) -> None:
     if world.abilities.resize_on_fork:
         pytest.skip(f"{world.kind} declares that forks may have other resources")
     with pytest.raises(Unsupported, match="coldStart"):
@@ -141,9 +141,9 @@ def test_a_missing_template_is_reported(live: Live) -> None:
 
 
 def test_an_idempotency_key_creates_one_sandbox(live: Live) -> None:
-    one = live.do(live.engine.forks.create(TEMPLATE, ForkSpec(idempotency_key="k1")))
-    two = live.do(live.engine.forks.create(TEMPLATE, ForkSpec(idempotency_key="k1")))
-    assert one.id == two.id
+    first = live.do(live.engine.forks.create(TEMPLATE, ForkSpec(idempotency_key="k1")))
+    second = live.do(live.engine.forks.create(TEMPLATE, ForkSpec(idempotency_key="k1")))
+    assert first.id == second.id
 
 
 def test_the_number_of_sandboxes_is_limited(make_live: Any) -> None:
@@ -183,7 +183,7 @@ def test_a_failure_in_the_seventh_of_ten_clones_leaves_nothing(
     assert live.shell("source", "echo alive").strip() == "alive"
 
 
-def test_best_effort_returns_the_successful_forks(live: Live, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_non_atomic_fork_returns_the_successful_forks(live: Live, monkeypatch: pytest.MonkeyPatch) -> None:
     fail_on_nth_fork(live, 2, monkeypatch)
     results = live.do(live.engine.forks.fork(TEMPLATE, ForkSpec(count=3, atomic=False)))
     assert sum(isinstance(result, BackendFailed) for result in results) == 1

@@ -24,18 +24,18 @@ def test_a_host_measures_cpu_memory_and_disk(live: Live) -> None:
     live.shell("busy", f"head -c {_WRITTEN_BYTES} /dev/urandom >/root/file && sync")
     busy, idle = sandboxes
 
-    def growth() -> list[int]:
+    def disk_growth() -> list[int]:
         after = live.do(live.engine.host.loads(sandboxes))
         return [after[each.instance].disk_bytes - before[each.instance].disk_bytes for each in (busy, idle)]
 
-    eventually(lambda: growth()[0] > _WRITTEN_BYTES * 0.9, seconds=30)
-    assert growth()[1] < _WRITTEN_BYTES / 2
+    eventually(lambda: disk_growth()[0] > _WRITTEN_BYTES * 0.9, seconds=30)
+    assert disk_growth()[1] < _WRITTEN_BYTES / 2
     # A loop in the busy one; the other one waits.
     live.shell("busy", "nohup timeout 60 sh -c 'while :; do :; done' >/dev/null 2>&1 &")
     live.do(live.engine.loads.history("busy"))
     time.sleep(3)
-    percents = [live.do(live.engine.loads.history(name))[-1].cpu_percent for name in ("busy", "idle")]
-    assert all(percent is not None for percent in percents)
-    assert percents[0] * busy.resources.cpus > 20 and percents[1] < percents[0]
+    cpu_percents = [live.do(live.engine.loads.history(name))[-1].cpu_percent for name in ("busy", "idle")]
+    assert all(percent is not None for percent in cpu_percents)
+    assert cpu_percents[0] * busy.resources.cpus > 20 and cpu_percents[1] < cpu_percents[0]
     live.do(live.engine.sandboxes.pause("busy", memory=False))
     assert live.do(live.engine.host.loads([live.sandbox("busy")])) == {}

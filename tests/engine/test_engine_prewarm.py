@@ -31,7 +31,7 @@ def keep_ready(live: Live, ref: str, count: int) -> None:
 
 
 @pytest.mark.usefixtures("with_prewarm")
-def test_a_fork_of_a_snapshot_stands_still_until_it_is_claimed(live: Live) -> None:
+def test_a_prewarmed_fork_of_a_snapshot_is_held_until_it_is_claimed(live: Live) -> None:
     live.do(live.engine.forks.create(TEMPLATE, ForkSpec(names=["source"])))
     live.shell("source", START_COUNTER)
     live.do(live.engine.snapshots.create("source", name="mark"))
@@ -48,7 +48,7 @@ def test_a_fork_of_a_snapshot_stands_still_until_it_is_claimed(live: Live) -> No
 
 
 @pytest.mark.usefixtures("with_prewarm")
-def test_a_fork_of_a_template_runs_ahead(live: Live) -> None:
+def test_prewarmed_forks_of_a_template_have_distinct_identities(live: Live) -> None:
     keep_ready(live, TEMPLATE, 2)
     claimed = live.engine.machines.starts["prewarmed"]
     forks = live.do(live.engine.forks.fork(TEMPLATE, ForkSpec(names=["a", "b"])))
@@ -106,15 +106,15 @@ def test_a_restart_keeps_claimed_machines_and_starts_new_forks(make_live: Callab
     sandbox = live.do(live.engine.forks.create(TEMPLATE, ForkSpec(names=["kept"])))
     live.shell("kept", "echo here >/run/kept")
     live.close()
-    again = make_live(config=live.config)
-    assert again.shell("kept", "cat /run/kept").strip() == "here"
-    assert again.sandbox("kept").instance == sandbox.instance
-    template = again.engine.snapshots.get(TEMPLATE)
-    eventually(lambda: again.engine.prewarm.level(template).ready == 1, 120)
-    keep_ready(again, TEMPLATE, 0)
+    reopened = make_live(config=live.config)
+    assert reopened.shell("kept", "cat /run/kept").strip() == "here"
+    assert reopened.sandbox("kept").instance == sandbox.instance
+    template = reopened.engine.snapshots.get(TEMPLATE)
+    eventually(lambda: reopened.engine.prewarm.level(template).ready == 1, 120)
+    keep_ready(reopened, TEMPLATE, 0)
 
 
-def test_a_host_that_cannot_hold_machines_refuses(live: Live, world: World) -> None:
+def test_a_host_that_cannot_hold_machines_refuses_to_prewarm(live: Live, world: World) -> None:
     if world.abilities.prewarm:
         pytest.skip(f"{world.kind} declares that it can hold machines")
     with pytest.raises(Unsupported, match="cannot prewarm forks"):

@@ -100,8 +100,8 @@ async def _mount_volume(engine: Engine) -> None:
     await engine.attachments.attach("box", MountSpec("data", "/data"))
 
 
-Verb = Callable[[Engine], Awaitable[Any]]
-VERBS: dict[str, tuple[Verb, Verb]] = {
+Operation = Callable[[Engine], Awaitable[Any]]
+OPERATIONS: dict[str, tuple[Operation, Operation]] = {
     "set_timeout": (_do_nothing, lambda engine: engine.sandboxes.set_timeout("box", 60)),
     "set_network": (
         _do_nothing,
@@ -123,9 +123,9 @@ VERBS: dict[str, tuple[Verb, Verb]] = {
 }
 
 
-@pytest.mark.parametrize("verb", VERBS)
-def test_a_failed_save_leaves_the_record_unchanged(live: Live, host: FaultyHost, verb: str) -> None:
-    prepare, act = VERBS[verb]
+@pytest.mark.parametrize("operation", OPERATIONS)
+def test_a_failed_save_leaves_the_record_unchanged(live: Live, host: FaultyHost, operation: str) -> None:
+    prepare, act = OPERATIONS[operation]
     live.do(_run(prepare, live.engine))
     before = _records(live.engine)
     host.broken = True
@@ -134,7 +134,7 @@ def test_a_failed_save_leaves_the_record_unchanged(live: Live, host: FaultyHost,
     after = _records(live.engine)
     assert {id: after.get(id) for id in before} == before
     host.broken = False
-    if not verb.startswith("resume") and verb != "pause":
+    if not operation.startswith("resume") and operation != "pause":
         assert live.engine.sandboxes.get("box").name == "box"
 
 
@@ -158,8 +158,8 @@ def test_a_failed_save_of_a_clones_snapshot_keeps_its_volumes(live: Live, host: 
     assert [each.volume for each in snapshot.volumes] == [live.engine.volumes.get("data").id]
 
 
-async def _run(verb: Verb, engine: Engine) -> None:
-    await verb(engine)
+async def _run(operation: Operation, engine: Engine) -> None:
+    await operation(engine)
 
 
 # -- lineage -----------------------------------------------------------------------------------------------------------
@@ -193,7 +193,7 @@ def test_a_capture_after_the_heads_deletion_belongs_to_the_heads_parent(live: Li
     assert _tree_shape(live.engine.snapshots.lineage()) == {"base": {"one": {"three": {}}}}
 
 
-def test_a_hidden_snapshots_descendants_take_its_place(live: Live) -> None:
+def test_children_of_a_hidden_snapshot_are_listed_in_its_place(live: Live) -> None:
     _create_chain(live, "one", "two")
     live.do(live.engine.forks.create("two", ForkSpec(names=["fork"])))
     live.do(live.engine.sandboxes.rollback("box", "one"))
@@ -263,7 +263,7 @@ def test_adjacent_snapshots_collected_together_leave_no_dangling_parent(live: Li
 
 
 def test_an_extension_in_progress_prevents_an_expiry(live: Live, host: FaultyHost) -> None:
-    """The expiry waits for the sandbox's lock, and then reads the new timeout. Another sandbox expires meanwhile."""
+    """The expiry waits for the sandbox's lock, and then reads the new timeout. Other sandboxes still expire."""
     live.do(live.engine.forks.create("base", ForkSpec(names=["other"])))
     sandboxes = live.engine.sandboxes
     other = sandboxes.get("other").id

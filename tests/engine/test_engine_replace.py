@@ -51,9 +51,9 @@ def test_rollback_restores_memory(live: Live, source: str) -> None:
     live.do(live.engine.snapshots.create(source, name="early"))
     at_capture = read_counter(live, source)
     time.sleep(2)
-    late = read_counter(live, source)
+    later_count = read_counter(live, source)
     live.do(live.engine.sandboxes.rollback(source, "early"))
-    assert read_counter(live, source) < late
+    assert read_counter(live, source) < later_count
     assert read_counter(live, source) >= at_capture - 20
 
 
@@ -150,7 +150,7 @@ def test_killing_a_paused_sandbox_removes_its_capture(live: Live, source: str, w
     assert world.traces(live.config)["snapshots"] == before
 
 
-def test_a_timeout_kills_or_pauses(live: Live) -> None:
+def test_an_expired_sandbox_is_killed_or_paused(live: Live) -> None:
     live.do(live.engine.forks.create(TEMPLATE, ForkSpec(names=["dies"], timeout=1)))
     live.do(live.engine.forks.create(TEMPLATE, ForkSpec(names=["sleeps"], timeout=1, on_timeout=OnTimeout.PAUSE)))
     live.do(live.engine.forks.create(TEMPLATE, ForkSpec(names=["stays"], timeout=1)))

@@ -26,16 +26,16 @@ def test_running_sandboxes_are_adopted_with_names_and_lineage(make_live: Any, wo
     before = world.traces(live.config)
     live.close()
 
-    again = make_live(config=live.config)
-    assert again.engine.sandboxes.list() == sandboxes
-    assert again.engine.snapshots.lineage() == tree
-    assert world.traces(again.config) == before
-    assert again.shell("f1", "hostname").strip() == "f1"
+    reopened = make_live(config=live.config)
+    assert reopened.engine.sandboxes.list() == sandboxes
+    assert reopened.engine.snapshots.lineage() == tree
+    assert world.traces(reopened.config) == before
+    assert reopened.shell("f1", "hostname").strip() == "f1"
     if world.abilities.memory:
-        assert read_counter(again, "source") > 0
-    again.do(again.engine.snapshots.create("f1", name="after"))
-    again.do(again.engine.sandboxes.resume("f2"))
-    assert again.shell("f2", "hostname").strip() == "f2"
+        assert read_counter(reopened, "source") > 0
+    reopened.do(reopened.engine.snapshots.create("f1", name="after"))
+    reopened.do(reopened.engine.sandboxes.resume("f2"))
+    assert reopened.shell("f2", "hostname").strip() == "f2"
 
 
 def test_a_second_gateway_on_the_same_state_is_refused(make_live: Any) -> None:
@@ -52,17 +52,17 @@ def test_a_sandbox_is_restarted_or_stays_paused_after_a_power_cut(make_live: Any
     live.shell("victim", "echo kept >/root/kept && sync")
     live.close()
     world.power_cut(live.config)
-    again = make_live(config=live.config)
+    reopened = make_live(config=live.config)
     if policy == "start":
-        eventually(lambda: again.sandbox("victim").state is SandboxState.RUNNING, 120)
+        eventually(lambda: reopened.sandbox("victim").state is SandboxState.RUNNING, 120)
     else:
-        assert again.sandbox("victim").state is SandboxState.PAUSED
-        assert "host went down" in again.sandbox("victim").state_reason
-        again.do(again.engine.sandboxes.resume("victim"))
-    assert again.shell("victim", "cat /root/kept").strip() == "kept"
+        assert reopened.sandbox("victim").state is SandboxState.PAUSED
+        assert "host went down" in reopened.sandbox("victim").state_reason
+        reopened.do(reopened.engine.sandboxes.resume("victim"))
+    assert reopened.shell("victim", "cat /root/kept").strip() == "kept"
 
 
-def test_damaged_records_are_moved_away_at_startup(make_live: Any, world: World) -> None:
+def test_damaged_records_are_quarantined_at_startup(make_live: Any, world: World) -> None:
     live = make_live()
     live.do(live.engine.forks.create(TEMPLATE, ForkSpec(names=["fine"])))
     for name in ("good", "torn", "short", "empty"):
@@ -70,10 +70,10 @@ def test_damaged_records_are_moved_away_at_startup(make_live: Any, world: World)
     ids = {name: live.engine.snapshots.get(name).id for name in ("good", "torn", "short", "empty")}
     live.close()
     world.damage(live.config, **{name: ids[name] for name in ("torn", "short", "empty")})
-    again = make_live(config=live.config)
-    assert [snapshot.names for snapshot in again.engine.snapshots.list()] == [["good"]]
-    assert again.shell("fine", "echo alive").strip() == "alive"
-    again.do(again.engine.forks.create("good", ForkSpec()))
+    reopened = make_live(config=live.config)
+    assert [snapshot.names for snapshot in reopened.engine.snapshots.list()] == [["good"]]
+    assert reopened.shell("fine", "echo alive").strip() == "alive"
+    reopened.do(reopened.engine.forks.create("good", ForkSpec()))
 
 
 def test_a_duplicate_name_stays_with_the_older_object(make_live: Any, world: World) -> None:
@@ -83,9 +83,9 @@ def test_a_duplicate_name_stays_with_the_older_object(make_live: Any, world: Wor
     newer = live.do(live.engine.snapshots.create("source", name="newer"))
     live.close()
     world.rewrite(live.config, newer, names=["older"])
-    again = make_live(config=live.config)
-    assert again.engine.snapshots.get("older").id == older.id
-    assert again.engine.snapshots.get(newer.id).names == []
+    reopened = make_live(config=live.config)
+    assert reopened.engine.snapshots.get("older").id == older.id
+    assert reopened.engine.snapshots.get(newer.id).names == []
 
 
 def test_records_of_a_newer_gateway_are_readable(make_live: Any, world: World) -> None:
@@ -94,5 +94,5 @@ def test_records_of_a_newer_gateway_are_readable(make_live: Any, world: World) -
     snapshot = live.do(live.engine.snapshots.create("source", name="mark"))
     live.close()
     world.rewrite(live.config, snapshot, a_field_of_the_future={"x": 1})
-    again = make_live(config=live.config)
-    assert again.engine.snapshots.get("mark").id == snapshot.id
+    reopened = make_live(config=live.config)
+    assert reopened.engine.snapshots.get("mark").id == snapshot.id

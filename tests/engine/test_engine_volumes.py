@@ -25,7 +25,7 @@ from tests.support.worlds import TEMPLATE, World
 MB = 1 << 20
 SMALLEST_MB = 64
 """Size of the smallest possible volume in MiB."""
-VISIBLE_SECONDS = 60
+VISIBILITY_TIMEOUT_SECONDS = 60
 """Time limit in seconds until every sandbox sees the writes of the others."""
 READ_ONLY_MESSAGES = ("Read-only file system", "Permission denied")
 FULL_MESSAGES = ("No space left on device", "Disk quota exceeded")
@@ -45,7 +45,7 @@ def mounts_of(live: Live, ref: str) -> dict[str, str]:
 
 
 def read_file(live: Live, ref: str, path: str) -> str:
-    """Return the contents of a file in a sandbox; empty if it does not exist."""
+    """Return the contents of a file in a sandbox, or an empty string if it does not exist."""
     return live.shell(ref, f"cat {path} 2>/dev/null || true").strip()
 
 
@@ -195,11 +195,11 @@ def test_a_volume_rollback_is_refused_while_a_sandbox_can_write_unless_forced(li
     create_sandbox(live, "reader", MountSpec("data", "/data", read_only=True))
     assert read_file(live, "reader", "/data/file") == "after"
     live.do(live.engine.volumes.rollback("data", "mark"))
-    eventually(lambda: read_file(live, "reader", "/data/file") == "before", VISIBLE_SECONDS)
+    eventually(lambda: read_file(live, "reader", "/data/file") == "before", VISIBILITY_TIMEOUT_SECONDS)
     live.do(live.engine.attachments.attach(create_sandbox(live, "other").id, MountSpec("data", "/data")))
     live.shell("other", "echo again >/data/file && sync")
     live.do(live.engine.volumes.rollback("data", "mark", force=True))
-    eventually(lambda: read_file(live, "other", "/data/file") == "before", VISIBLE_SECONDS)
+    eventually(lambda: read_file(live, "other", "/data/file") == "before", VISIBILITY_TIMEOUT_SECONDS)
     live.shell("other", "echo on >/data/more && sync")
     assert live.engine.volumes.get("data").size_mb == 96
 
@@ -212,20 +212,20 @@ def test_deleting_a_volume_in_use_lists_its_users(live: Live) -> None:
     create_sandbox(live, "runs", MountSpec("data", "/data"))
     create_sandbox(live, "sleeps", MountSpec("data", "/data", read_only=True))
     live.do(live.engine.sandboxes.pause("sleeps"))
-    mark = live.do(live.engine.snapshots.create("runs", name="mark", volumes=["data"]))
+    snapshot = live.do(live.engine.snapshots.create("runs", name="mark", volumes=["data"]))
     own_snapshot = live.do(live.engine.volumes.create_snapshot("data", "own"))
     sandbox_ids = [live.sandbox(name).id for name in ("runs", "sleeps")]
     with pytest.raises(
         InUse, match=r"2 mounts \(runs, sleeps\), 1 sandbox snapshot \(mark\) and 1 snapshot \(own\)"
     ) as refusal:
         live.do(live.engine.volumes.delete("data"))
-    assert set(refusal.value.blockers) == {*sandbox_ids, mark.id, own_snapshot.id}
+    assert set(refusal.value.blockers) == {*sandbox_ids, snapshot.id, own_snapshot.id}
     assert {sandbox.name for sandbox, _ in live.engine.volumes.mounts_of(data)} == {"runs", "sleeps"}
     live.do(live.engine.attachments.detach("sleeps", "data"))
     live.do(live.engine.sandboxes.delete("runs"))
     with pytest.raises(InUse, match=r"1 sandbox snapshot \(mark\)") as capture_refusal:
         live.do(live.engine.volumes.delete("data", with_snapshots=True))
-    assert capture_refusal.value.blockers == [mark.id]
+    assert capture_refusal.value.blockers == [snapshot.id]
     (volume_capture,) = (each for each in live.engine.volumes.list_snapshots("data") if each.sandbox_snapshot)
     with pytest.raises(InUse, match=r"1 sandbox snapshot \(mark\)"):
         live.do(live.engine.volumes.delete_snapshot("data", volume_capture.id))
@@ -491,17 +491,17 @@ def test_each_fork_has_its_own_clone(live: Live) -> None:
 
 
 def test_the_volume_snapshots_of_a_clone_are_removed(live: Live) -> None:
-    long = "n" * 60
+    long_name = "n" * 60
     create_volume(live, "data")
     create_volume(live, "child-data")
     create_sandbox(live, "source", MountSpec("data", "/data"))
     live.shell("source", "echo common >/data/file && sync")
-    spec = ForkSpec(names=["child", long], mounts=[MountSpec("data", "/data", clone=True)])
+    spec = ForkSpec(names=["child", long_name], mounts=[MountSpec("data", "/data", clone=True)])
     children = live.do(live.engine.forks.clone("source", spec))
     for child in children:
         assert isinstance(child, Sandbox)
-        own = live.engine.volumes.get(child.mounts[0].volume)
-        assert own.name.endswith(own.id)
+        clone = live.engine.volumes.get(child.mounts[0].volume)
+        assert clone.name.endswith(clone.id)
         assert read_file(live, child.id, "/data/file") == "common"
         live.do(live.engine.sandboxes.delete(child.id))
     assert volume_names(live) == {"data", "child-data"}
@@ -515,7 +515,7 @@ def test_a_failed_fork_leaves_no_volume_clone(live: Live, world: World, monkeypa
     before = world.traces(live.config)
     clone = [MountSpec("data", "/data", clone=True)]
     owners = {"identify": live.engine.agents, "create_clones": live.engine.mounts}
-    originals = {name: getattr(owner, name) for name, owner in owners.items()}
+    original_methods = {name: getattr(owner, name) for name, owner in owners.items()}
 
     def failing_step(step: str) -> Any:
         calls = []
@@ -524,11 +524,11 @@ def test_a_failed_fork_leaves_no_volume_clone(live: Live, world: World, monkeypa
             calls.append(1)
             if len(calls) == 2:
                 raise BackendFailed("forced")
-            await originals[step](*args, **kwargs)
+            await original_methods[step](*args, **kwargs)
 
         return fail_second
 
-    for step in originals:
+    for step in original_methods:
         monkeypatch.setattr(owners[step], step, failing_step(step))
         with pytest.raises(BackendFailed, match="forced"):
             live.do(live.engine.forks.fork("mark", ForkSpec(count=2, mounts=clone)))
@@ -600,7 +600,9 @@ def test_readers_see_writes_but_cannot_write(live: Live) -> None:
     for text in ("one", "two"):
         live.shell("writer", f"echo {text} >/data/file.new && mv /data/file.new /data/file && sync")
         for name in names:
-            eventually(lambda name=name, text=text: read_file(live, name, "/data/file") == text, VISIBLE_SECONDS)  # type: ignore[misc]
+            eventually(
+                lambda name=name, text=text: read_file(live, name, "/data/file") == text, VISIBILITY_TIMEOUT_SECONDS
+            )  # type: ignore[misc]
     live.shell("writer", "mkdir /data/open && chmod 777 /data/open /data/file")
     for name in names:
         for attempt in (
@@ -634,7 +636,7 @@ for each in (own, shared):
     os.fsync(each)
 """
 
-JUDGE_PROGRAM = """
+CHECK_PROGRAM = """
 import json, os
 shared = open("/data/shared", "rb").read()
 wrong = [n for n in range(600) if shared[n * 4096 : (n + 1) * 4096] != bytes([65 + n % 3]) * 4096]
@@ -655,7 +657,7 @@ def test_three_concurrent_writers_lose_no_data(live: Live, world: World) -> None
     command = "cat /run/output; ls /run/done || true"
     eventually(lambda: all(live.shell(f"w{me}", command).strip() == "/run/done" for me in range(3)), 120)
     create_sandbox(live, "judge", MountSpec("data", "/data", read_only=True))
-    size, wrong, own, log = json.loads(live.shell("judge", f"python3 -c '{JUDGE_PROGRAM}'"))
+    size, wrong, own, log = json.loads(live.shell("judge", f"python3 -c '{CHECK_PROGRAM}'"))
     assert (size, wrong, own) == (600 * 4096, [], [True] * 3)
     expected = {f"{me} {n:06d} {chr(97 + me) * 80}" for me in range(3) for n in range(200)}
     assert len(log) == (600 if world.abilities.atomic_append else 0)
@@ -667,9 +669,9 @@ def test_locks_work_across_sandboxes(live: Live, world: World) -> None:
         pytest.skip(f"{world.kind} declares that locks hold inside one sandbox only")
     create_volume(live, "data")
     live.do(live.engine.forks.fork(TEMPLATE, ForkSpec(names=["a", "b"], mounts=[MountSpec("data", "/data")])))
-    holder = live.shell("a", "flock --close /data/lock sleep 1000 </dev/null >/dev/null 2>&1 & echo $!").strip()
+    holder_pid = live.shell("a", "flock --close /data/lock sleep 1000 </dev/null >/dev/null 2>&1 & echo $!").strip()
     eventually(lambda: live.shell("b", "flock --nonblock /data/lock true || echo held").strip() == "held")
-    live.shell("a", f"kill {holder}")
+    live.shell("a", f"kill {holder_pid}")
     eventually(lambda: live.shell("b", "flock --nonblock /data/lock true || echo held").strip() == "")
 
 
@@ -689,7 +691,7 @@ def test_a_full_volume_reports_enospc_and_grows_while_mounted(live: Live) -> Non
 
 # -- state with volumes ------------------------------------------------------------------------------------------------
 
-KEEP_OPEN = """
+KEEP_OPEN_PROGRAM = """
 import os, time
 slots = {"source": 0, "copy": 4096}
 file = os.open("/data/file", os.O_RDWR | os.O_CREAT)
@@ -711,24 +713,26 @@ while True:
 def test_a_fork_keeps_an_open_file_on_a_volume(live: Live) -> None:
     create_volume(live, "data")
     create_sandbox(live, "source", MountSpec("data", "/data"))
-    start_program(live, "source", KEEP_OPEN)
+    start_program(live, "source", KEEP_OPEN_PROGRAM)
     live.do(live.engine.snapshots.create("source", name="mark"))
     live.do(live.engine.forks.create("mark", ForkSpec(names=["copy"])))
     create_sandbox(live, "judge", MountSpec("data", "/data", read_only=True))
 
-    def counted_values() -> list[int]:
-        inside = [int(read_file(live, name, "/run/started")) for name in ("source", "copy")]
-        written = [
+    def read_counts() -> list[int]:
+        observed_counts = [int(read_file(live, name, "/run/started")) for name in ("source", "copy")]
+        stored_counts = [
             int(live.shell("judge", f"dd if=/data/file bs=4096 skip={n} count=1 2>/dev/null | head -c 8"))
             for n in range(2)
         ]
-        return [*inside, *written]
+        return [*observed_counts, *stored_counts]
 
-    first = counted_values()
-    eventually(lambda: all(now > then for now, then in zip(counted_values(), first, strict=True)), VISIBLE_SECONDS)
+    first = read_counts()
+    eventually(
+        lambda: all(now > then for now, then in zip(read_counts(), first, strict=True)), VISIBILITY_TIMEOUT_SECONDS
+    )
 
 
-IN_TURN = """
+WRITE_IN_TURN_PROGRAM = """
 import os, time
 places = ["/root/turn", "/a/turn", "/b/turn"]
 files = [os.open(place, os.O_RDWR | os.O_CREAT | os.O_SYNC) for place in places]
@@ -746,7 +750,7 @@ def test_disk_and_volumes_are_captured_at_the_same_instant(live: Live) -> None:
     for name in ("a", "b"):
         create_volume(live, name)
     create_sandbox(live, "source", MountSpec("a", "/a"), MountSpec("b", "/b"))
-    start_program(live, "source", IN_TURN)
+    start_program(live, "source", WRITE_IN_TURN_PROGRAM)
     # Without memory, the program does not continue in the fork, so the disk and the volumes are as captured.
     live.do(live.engine.snapshots.create("source", name="mark", memory="none", volumes=["a", "b"]))
     fork = create_sandbox(
@@ -819,7 +823,7 @@ def test_symlinks_at_a_mount_path_cannot_escape_the_sandbox(live: Live, world: W
 
 
 def find_traces_outside(volume_id: str, territory: Path) -> list[str]:
-    """Return the places on the host, outside the gateway's directories, where the volume is mounted or was written."""
+    """Return the paths outside the gateway's directories where the volume is mounted or its files were written."""
     lines = [line.split() for line in Path("/proc/self/mountinfo").read_text().splitlines() if volume_id in line]
     mounted = [line[4] for line in lines if not line[4].startswith(f"{territory}/")]
     return mounted + [str(path) for path in (Path("/etc/proof"), territory / "proof") if path.exists()]
@@ -835,10 +839,10 @@ def test_volumes_stay_mounted_after_a_restart(make_live: Any, world: World) -> N
     live.shell("box", "echo kept >/data/file && sync")
     live.do(live.engine.sandboxes.pause(create_sandbox(live, "sleeps", MountSpec("data", "/data", read_only=True)).id))
     live.close()
-    again = make_live(config=live.config)
-    assert read_file(again, "box", "/data/file") == "kept"
-    again.do(again.engine.sandboxes.resume("sleeps"))
-    assert read_file(again, "sleeps", "/data/file") == "kept"
+    reopened = make_live(config=live.config)
+    assert read_file(reopened, "box", "/data/file") == "kept"
+    reopened.do(reopened.engine.sandboxes.resume("sleeps"))
+    assert read_file(reopened, "sleeps", "/data/file") == "kept"
 
 
 def test_volumes_are_mounted_again_after_a_host_crash(make_live: Any, world: World) -> None:
@@ -848,10 +852,10 @@ def test_volumes_are_mounted_again_after_a_host_crash(make_live: Any, world: Wor
     live.shell("box", "echo kept >/data/file && sync")
     live.close()
     world.power_cut(live.config)
-    again = make_live(config=live.config)
-    eventually(lambda: again.sandbox("box").state is SandboxState.RUNNING, 120)
-    assert read_file(again, "box", "/data/file") == "kept"
-    again.shell("box", "echo more >/data/file")
+    reopened = make_live(config=live.config)
+    eventually(lambda: reopened.sandbox("box").state is SandboxState.RUNNING, 120)
+    assert read_file(reopened, "box", "/data/file") == "kept"
+    reopened.shell("box", "echo more >/data/file")
 
 
 def test_volumes_and_mounts_survive_kill_9_of_the_gateway(make_live: Any, world: World, tmp_path: Path) -> None:
@@ -860,17 +864,17 @@ def test_volumes_and_mounts_survive_kill_9_of_the_gateway(make_live: Any, world:
     with Daemon(live.config, world.factory, "ten-with-volumes", tmp_path / "config.json") as daemon:
         before = daemon.read_state(300)
         daemon.kill()
-    again: Live = make_live(config=live.config)
-    assert again.call(observable_state, again.engine) == before
+    reopened: Live = make_live(config=live.config)
+    assert reopened.call(observable_state, reopened.engine) == before
     for n in range(10):
-        assert again.shell(f"box{n}", "cat /mine/who /ours/who").split() == [f"v{n % 4}", "v4"]
-    again.shell("box0", "echo on >/mine/on && sync")
-    eventually(lambda: read_file(again, "box4", "/mine/on") == "on", VISIBLE_SECONDS)
+        assert reopened.shell(f"box{n}", "cat /mine/who /ours/who").split() == [f"v{n % 4}", "v4"]
+    reopened.shell("box0", "echo on >/mine/on && sync")
+    eventually(lambda: read_file(reopened, "box4", "/mine/on") == "on", VISIBILITY_TIMEOUT_SECONDS)
     for n in range(5):
         with pytest.raises(InUse, match=r"\d+ mounts? \(box"):
-            again.do(again.engine.volumes.delete(f"v{n}"))
+            reopened.do(reopened.engine.volumes.delete(f"v{n}"))
     for n in range(10):
-        again.do(again.engine.sandboxes.delete(f"box{n}"))
+        reopened.do(reopened.engine.sandboxes.delete(f"box{n}"))
     for n in range(5):
-        again.do(again.engine.volumes.delete(f"v{n}"))
-    again.wait_for(world.check_no_strays, again.engine, again.config, "after kill -9")
+        reopened.do(reopened.engine.volumes.delete(f"v{n}"))
+    reopened.wait_for(world.check_no_strays, reopened.engine, reopened.config, "after kill -9")

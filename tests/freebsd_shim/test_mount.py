@@ -16,7 +16,7 @@ from tests.freebsd_shim.harness import Shim
 
 
 @pytest.fixture
-def places(tmp_path: Path) -> tuple[Path, Path]:
+def directories(tmp_path: Path) -> tuple[Path, Path]:
     source, target = tmp_path / "source", tmp_path / "target"
     source.mkdir()
     target.mkdir()
@@ -29,8 +29,8 @@ def mount_table(shim: Shim) -> list[dict[str, object]]:
     return [each for each in output["mount"].get("mounted", []) if each["node"] != f"{shim.root}/usr"]
 
 
-def test_mount_table_output(shim: Shim, places: tuple[Path, Path]) -> None:
-    source, target = places
+def test_mount_table_output(shim: Shim, directories: tuple[Path, Path]) -> None:
+    source, target = directories
     shim.check_ok("mount", "-t", "nullfs", "-o", "ro,nosuid,nocover", str(source), str(target))
     row = mount_table(shim)[0]
     assert (row["special"], row["node"], row["fstype"]) == (str(source), str(target), "nullfs")
@@ -46,8 +46,8 @@ def test_mount_table_output(shim: Shim, places: tuple[Path, Path]) -> None:
     assert mount_table(shim) == []
 
 
-def test_mount_options_are_enforced(shim: Shim, places: tuple[Path, Path]) -> None:
-    source, target = places
+def test_mount_options_are_enforced(shim: Shim, directories: tuple[Path, Path]) -> None:
+    source, target = directories
     shim.check_ok("mount", "-t", "nullfs", "-o", "ro", str(source), str(target))
     with pytest.raises(OSError, match="Read-only"):
         (target / "file").write_text("x")
@@ -55,9 +55,9 @@ def test_mount_options_are_enforced(shim: Shim, places: tuple[Path, Path]) -> No
     assert (target / "file").read_text() == "x"
 
 
-def test_a_mount_inherits_nothing_from_a_removed_one(shim: Shim, places: tuple[Path, Path]) -> None:
+def test_a_mount_inherits_nothing_from_a_removed_one(shim: Shim, directories: tuple[Path, Path]) -> None:
     """Linux reuses the number and the device of a removed mount for the next one."""
-    unmounted, mount_point = places
+    unmounted, mount_point = directories
     shim.check_ok("mount", "-t", "devfs", "-o", "ruleset=4", "devfs", str(unmounted))
     shim.check_ok("umount", str(unmounted))
     subprocess.run(["/usr/bin/mount", "-t", "tmpfs", "other", str(mount_point)], check=True, timeout=30)
@@ -68,8 +68,8 @@ def test_a_mount_inherits_nothing_from_a_removed_one(shim: Shim, places: tuple[P
         subprocess.run(["/usr/bin/umount", str(mount_point)], check=True, timeout=30)
 
 
-def test_nocover_and_stacked_mounts(shim: Shim, places: tuple[Path, Path]) -> None:
-    source, target = places
+def test_nocover_and_stacked_mounts(shim: Shim, directories: tuple[Path, Path]) -> None:
+    source, target = directories
     shim.check_ok("mount", "-t", "nullfs", str(source), str(target))
     shim.check_fails(
         1, f"mount_nullfs: {target}: Device busy", *("mount", "-t", "nullfs", "-o", "nocover", str(source), str(target))
@@ -82,19 +82,19 @@ def test_nocover_and_stacked_mounts(shim: Shim, places: tuple[Path, Path]) -> No
     shim.check_ok("umount", f"{target}/inner", str(target))
 
 
-def test_symlinks_in_the_target_are_resolved(shim: Shim, places: tuple[Path, Path], tmp_path: Path) -> None:
+def test_symlinks_in_the_target_are_resolved(shim: Shim, directories: tuple[Path, Path], tmp_path: Path) -> None:
     """A symbolic link in the target redirects the mount, so callers must check the real path in the mount table."""
-    source, target = places
+    source, target = directories
     (tmp_path / "link").symlink_to(target)
     shim.check_ok("mount", "-t", "nullfs", "-o", "ro", str(source), str(tmp_path / "link"))
     assert mount_table(shim)[0]["node"] == str(target)
 
 
 def test_a_symlink_created_during_a_mount_is_followed_and_shown(
-    shim: Shim, places: tuple[Path, Path], tmp_path: Path
+    shim: Shim, directories: tuple[Path, Path], tmp_path: Path
 ) -> None:
     """A thread swaps the target all the time. The mount table shows the real path of the mount."""
-    source, target = places
+    source, target = directories
     outside, target = tmp_path / "outside", target / "swapped"
     outside.mkdir()
     target.mkdir()
@@ -122,8 +122,8 @@ def test_a_symlink_created_during_a_mount_is_followed_and_shown(
             assert len(rows) == (result.returncode == 0), (result, rows)
             for row in rows:
                 # The thread still renames the mount point between these two names.
-                both_names = (str(target), str(tmp_path / "aside"))
-                nodes = both_names if row["node"] in both_names else (str(row["node"]),)
+                possible_nodes = (str(target), str(tmp_path / "aside"))
+                nodes = possible_nodes if row["node"] in possible_nodes else (str(row["node"]),)
                 deadline = time.monotonic() + 30
                 while not any(os.path.isdir(f"{node}/inner") for node in nodes):
                     assert time.monotonic() < deadline, row
@@ -133,8 +133,8 @@ def test_a_symlink_created_during_a_mount_is_followed_and_shown(
         thread.join()
 
 
-def test_a_mount_keeps_its_name_when_a_parent_is_renamed(shim: Shim, places: tuple[Path, Path]) -> None:
-    source, target = places
+def test_a_mount_keeps_its_name_when_a_parent_is_renamed(shim: Shim, directories: tuple[Path, Path]) -> None:
+    source, target = directories
     (target / "above/node").mkdir(parents=True)
     shim.check_ok("mount", "-t", "nullfs", str(source), f"{target}/above/node")
     (target / "above").rename(target / "else")
@@ -145,8 +145,8 @@ def test_a_mount_keeps_its_name_when_a_parent_is_renamed(shim: Shim, places: tup
     assert not (target / "else/node/inner").exists()
 
 
-def test_a_busy_mount_cannot_be_unmounted_by_force(shim: Shim, places: tuple[Path, Path]) -> None:
-    source, target = places
+def test_a_busy_mount_cannot_be_unmounted_by_force(shim: Shim, directories: tuple[Path, Path]) -> None:
+    source, target = directories
     shim.check_ok("mount", "-t", "nullfs", str(source), str(target))
     shim.check_ok("freebsd-shim", "set", "busy", str(target))
     for options in ([], ["-f"]):
@@ -155,8 +155,8 @@ def test_a_busy_mount_cannot_be_unmounted_by_force(shim: Shim, places: tuple[Pat
     shim.check_ok("umount", str(target))
 
 
-def test_mount_errors(shim: Shim, places: tuple[Path, Path]) -> None:
-    source, target = places
+def test_mount_errors(shim: Shim, directories: tuple[Path, Path]) -> None:
+    source, target = directories
     words = ["mount", "-t", "nullfs"]
     shim.check_fails(1, f"mount: {target}/none: No such file or directory", *words, str(source), f"{target}/none")
     shim.check_fails(
@@ -181,8 +181,8 @@ def test_mount_errors(shim: Shim, places: tuple[Path, Path]) -> None:
     )
 
 
-def test_umount_by_special_removes_the_newest_mount(shim: Shim, places: tuple[Path, Path], tmp_path: Path) -> None:
-    source, target = places
+def test_umount_by_special_removes_the_newest_mount(shim: Shim, directories: tuple[Path, Path], tmp_path: Path) -> None:
+    source, target = directories
     other = tmp_path / "other"
     other.mkdir()
     shim.check_ok("mount", "-t", "nullfs", str(source), str(target))
@@ -194,8 +194,8 @@ def test_umount_by_special_removes_the_newest_mount(shim: Shim, places: tuple[Pa
     assert mount_table(shim) == []
 
 
-def test_umount_by_fsid_during_renames_of_a_parent(shim: Shim, places: tuple[Path, Path], tmp_path: Path) -> None:
-    source, target = places
+def test_umount_by_fsid_during_renames_of_a_parent(shim: Shim, directories: tuple[Path, Path], tmp_path: Path) -> None:
+    source, target = directories
     (target / "below").mkdir()
     keep_renaming = [True]
 
@@ -220,8 +220,8 @@ def test_umount_by_fsid_during_renames_of_a_parent(shim: Shim, places: tuple[Pat
         assert mount_table(shim) == []
 
 
-def test_an_open_file_keeps_the_file_system_below_a_forced_unmount(shim: Shim, places: tuple[Path, Path]) -> None:
-    source, target = places
+def test_an_open_file_keeps_the_file_system_below_a_forced_unmount(shim: Shim, directories: tuple[Path, Path]) -> None:
+    source, target = directories
     shim.check_ok("/usr/bin/mount", "-t", "tmpfs", "tmpfs", str(source))
     shim.check_ok("mount", "-t", "nullfs", str(source), str(target))
     device = source.stat().st_dev
@@ -243,8 +243,8 @@ def holds_device(process: Path, device: int) -> bool:
         return False
 
 
-def test_a_mount_removed_by_somebody_else_is_not_listed(shim: Shim, places: tuple[Path, Path]) -> None:
-    source, target = places
+def test_a_mount_removed_by_somebody_else_is_not_listed(shim: Shim, directories: tuple[Path, Path]) -> None:
+    source, target = directories
     shim.check_ok("mount", "-t", "nullfs", str(source), str(target))
     shim.check_ok("/usr/bin/umount", str(target))
     assert mount_table(shim) == []

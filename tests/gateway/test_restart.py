@@ -1,4 +1,4 @@
-"""The daemon is killed and stopped while sandboxes run."""
+"""Sandboxes keep running while the daemon is killed or stopped, and started again."""
 
 from __future__ import annotations
 

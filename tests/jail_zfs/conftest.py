@@ -12,7 +12,7 @@ from sandbox_gateway.hosts.jail_zfs.storage.storage import ZfsStorage
 from tests.jail_zfs import pools
 from tests.support import session
 
-_numbers = itertools.count()
+_dataset_numbers = itertools.count()
 
 
 @pytest.fixture(scope="session")
@@ -24,7 +24,7 @@ def zpool(need_root: None) -> Iterator[pools.Pool]:
 @pytest.fixture
 def root(zpool: pools.Pool) -> Iterator[str]:
     """Create a mounted dataset for the test. Destroyed at the end with everything below it."""
-    name = f"{zpool.name}/r{next(_numbers)}"
+    name = f"{zpool.name}/r{next(_dataset_numbers)}"
     pools.run("zfs", "create", name)
     yield name
     pools.destroy_all(name)

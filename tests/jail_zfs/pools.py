@@ -120,7 +120,7 @@ def pool(name: str, directory: Path, *, megabytes: int = 1024) -> Iterator[Pool]
             file.truncate(megabytes << 20)
         run("zpool", "create", "-O", "atime=off", "-m", str(mount_point), name, str(image))
     try:
-        with _keep_awake(mount_point):
+        with _keep_responsive(mount_point):
             yield Pool(name, mount_point)
     finally:
         with _exclusive() as pid_file:
@@ -145,7 +145,7 @@ def _stop_unused_daemon(pid_file: Path) -> None:
 
 
 @contextlib.contextmanager
-def _keep_awake(mount_point: Path) -> Iterator[None]:
+def _keep_responsive(mount_point: Path) -> Iterator[None]:
     """Send requests to zfs-fuse inside the context, so that it cannot hang.
 
     Its only listener polls all file systems, and then does a blocking read from one that has a request. If the kernel

@@ -203,16 +203,16 @@ def test_damaged_properties_do_not_prevent_a_start(gateway: JailGateway, jail_zf
 
 def test_two_gateways_cannot_share_a_dataset(gateway: JailGateway, tmp_path: Path) -> None:
     gateway.call("POST", "/sandboxes/source/snapshots", {"name": "mark"})
-    elsewhere = gateway.settings.host.model_copy(update={"state_root": tmp_path / "elsewhere"})
+    other_host = gateway.settings.host.model_copy(update={"state_root": tmp_path / "elsewhere"})
     for settings, reason in (
         (gateway.settings, "another gateway on this machine uses"),
-        (gateway.settings.model_copy(update={"host": elsewhere}), "belongs to a gateway that is still running"),
+        (gateway.settings.model_copy(update={"host": other_host}), "belongs to a gateway that is still running"),
     ):
-        rival = JailGateway(tmp_path, settings)
+        second_gateway = JailGateway(tmp_path, settings)
         with pytest.raises(RuntimeError, match=reason):
-            rival.start()
-        assert rival.process is not None and rival.process.returncode == 2
-        rival.client.close()
+            second_gateway.start()
+        assert second_gateway.process is not None and second_gateway.process.returncode == 2
+        second_gateway.client.close()
         assert gateway.snapshot_names() == ["mark"] and read_word(gateway, "source") == "first", (
             "the first gateway does not work any more"
         )

@@ -304,7 +304,7 @@ def test_a_mount_error_lists_the_holder(
     monkeypatch.setitem(zfs_run._RETRY_SECONDS, Cause.MOUNT_BUSY, 0.5)
     with pools.pinned():
         zfs.unmount(dataset)
-        with pytest.raises(Busy, match=r"no jail, mount or open file was found that holds it\. End"):
+        with pytest.raises(Busy, match=r"no jail, mount or open file was found that holds it\. Stop"):
             live.do(live.engine.sandboxes.resume("held"))
     monkeypatch.undo()
     live.do(live.engine.sandboxes.resume("held"))

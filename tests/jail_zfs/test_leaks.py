@@ -75,7 +75,7 @@ def test_leftovers_of_a_killed_run_are_removed(
 
 
 def _leftovers(mark: str, prefix: str, directory: Path) -> dict[str, list[str]]:
-    """Return the leftovers of that run only, because other runs may be active."""
+    """Return only the leftovers of the killed run, because other runs may be active."""
     inventory = leaks.take_inventory()
     return {
         "processes": list(leaks._processes(directory / "state" / f"run-{mark}", mark).values()),

@@ -88,14 +88,14 @@ def serve(argv: list[str]) -> subprocess.Popen[str]:
 
 
 @pytest.fixture
-def outside(jail_zfs_world: JailZfsWorld) -> Iterator[OutsideJail]:
+def outside_jail(jail_zfs_world: JailZfsWorld) -> Iterator[OutsideJail]:
     with OutsideJail(Path("/")) as jail:
         yield jail
 
 
 @pytest.fixture
-def live(jail_zfs_world: JailZfsWorld, outside: OutsideJail) -> Iterator[Live]:
-    config = jail_zfs_world.config(jail_zfs={"egress": outside.interface}, network={"dns": ["9.9.9.9"]})
+def live(jail_zfs_world: JailZfsWorld, outside_jail: OutsideJail) -> Iterator[Live]:
+    config = jail_zfs_world.config(jail_zfs={"egress": outside_jail.interface}, network={"dns": ["9.9.9.9"]})
     live = Live(jail_zfs_world.host(config), config)
     yield live
     live.remove_all()
@@ -109,15 +109,15 @@ def request_from(live: Live, ref: str, address: str) -> str:
     return result.stdout.decode().strip() if result.exit_code == 0 else ""
 
 
-def test_sandboxes_reach_the_internet_but_not_each_other_or_the_host(live: Live, outside: OutsideJail) -> None:
+def test_sandboxes_reach_the_internet_but_not_each_other_or_the_host(live: Live, outside_jail: OutsideJail) -> None:
     live.do(live.engine.forks.fork(TEMPLATE, ForkSpec(names=["a", "b"])))
     other = live.sandbox("b").host["address"]
     gateway = str(ipaddress.IPv4Network(live.config.network.subnet).network_address + 1)
     live.shell("b", f'python3 -c "{SERVER}" </dev/null >/dev/null 2>&1 &')
     host = serve(["/usr/bin/python3", "-c", SERVER])
     try:
-        assert request_from(live, "a", outside.address) == outside.host  # under the host's address
-        for address in (other, gateway, outside.host):
+        assert request_from(live, "a", outside_jail.address) == outside_jail.host  # under the host's address
+        for address in (other, gateway, outside_jail.host):
             assert not request_from(live, "a", address), address
         assert live.shell("b", "echo alive").strip() == "alive"
     finally:
@@ -125,25 +125,27 @@ def test_sandboxes_reach_the_internet_but_not_each_other_or_the_host(live: Live,
         host.communicate()
 
 
-def test_a_policy_also_applies_to_open_connections(live: Live, outside: OutsideJail) -> None:
+def test_a_policy_also_applies_to_open_connections(live: Live, outside_jail: OutsideJail) -> None:
     no_internet = NetworkPolicy(allow_internet=False)
     live.do(live.engine.forks.create(TEMPLATE, ForkSpec(names=["shut"], network=no_internet)))
-    assert not request_from(live, "shut", outside.address)
+    assert not request_from(live, "shut", outside_jail.address)
     assert live.shell("shut", "cat /etc/resolv.conf") == ""
-    live.do(live.engine.sandboxes.set_network("shut", NetworkPolicy(allow_internet=False, allow_out=[outside.address])))
-    assert request_from(live, "shut", outside.address)
+    live.do(
+        live.engine.sandboxes.set_network("shut", NetworkPolicy(allow_internet=False, allow_out=[outside_jail.address]))
+    )
+    assert request_from(live, "shut", outside_jail.address)
     assert live.shell("shut", "cat /etc/resolv.conf") == "nameserver 9.9.9.9\n"
-    live.do(live.engine.sandboxes.set_network("shut", NetworkPolicy(deny_out=[f"{outside.address}/24"])))
-    assert not request_from(live, "shut", outside.address)
+    live.do(live.engine.sandboxes.set_network("shut", NetworkPolicy(deny_out=[f"{outside_jail.address}/24"])))
+    assert not request_from(live, "shut", outside_jail.address)
     live.do(live.engine.sandboxes.set_network("shut", NetworkPolicy()))
-    live.shell("shut", f'python3 -c "{KEEP_OPEN}" {outside.address} </dev/null >/dev/null 2>&1 &')
+    live.shell("shut", f'python3 -c "{KEEP_OPEN}" {outside_jail.address} </dev/null >/dev/null 2>&1 &')
     live.shell("shut", "while ! [ -s /root/beats ]; do sleep 0.05; done")
     live.do(live.engine.sandboxes.set_network("shut", no_internet))
     first, later = (live.shell("shut", "sleep 0.5; cat /root/beats") for _ in range(2))
     assert first == later, "the open connection still works"
 
 
-def test_packets_with_a_forged_address_are_dropped(live: Live, outside: OutsideJail) -> None:
+def test_packets_with_a_forged_address_are_dropped(live: Live, outside_jail: OutsideJail) -> None:
     live.do(live.engine.forks.create(TEMPLATE, ForkSpec(names=["liar"])))
     number, inner = (
         live.sandbox("liar").host["number"],
@@ -152,8 +154,8 @@ def test_packets_with_a_forged_address_are_dropped(live: Live, outside: OutsideJ
     network = ipaddress.IPv4Network(live.config.network.subnet)
     live.shell("liar", f"ip address add {network.network_address + number + 50}/32 dev {inner}")
     connect = CLIENT.replace("7000), 2)", f"7000), 2, ('{network.network_address + number + 50}', 0))")
-    assert request_from(live, "liar", outside.address)
-    assert live.do(live.engine.commands.exec("liar", ["python3", "-c", connect, outside.address])).exit_code != 0
+    assert request_from(live, "liar", outside_jail.address)
+    assert live.do(live.engine.commands.exec("liar", ["python3", "-c", connect, outside_jail.address])).exit_code != 0
 
 
 def test_an_invalid_address_is_refused(live: Live) -> None:

@@ -136,13 +136,13 @@ def test_all_writers_are_stopped_during_a_capture(
     create_box(live, "writer", ("data", "/data"))
     create_box(live, "reader", ("data", "/data"), read_only=True)
     states: dict[str, set[str]] = {}
-    take = snapshots._snapshot_at_once
+    snapshot_at_once = snapshots._snapshot_at_once
 
     def record_states(names: Any, options: Any) -> None:
         time.sleep(0.1)
         for name in ("source", "writer", "reader"):
             states.setdefault(name, set()).update(process_states(jail_zfs_world, live, name))
-        take(names, options)
+        snapshot_at_once(names, options)
 
     monkeypatch.setattr(snapshots, "_snapshot_at_once", record_states)
     live.do(live.engine.snapshots.create("source", volumes=["data"]))
@@ -366,9 +366,9 @@ def test_a_stuck_volume_is_removed_later(make_live: Callable[..., Live], jail_zf
 
 
 @pytest.fixture
-def outside(tmp_path: Path) -> Iterator[Path]:
+def host_directory(tmp_path: Path) -> Iterator[Path]:
     """Create a directory on the host in which nothing may be mounted."""
-    directory = tmp_path / "outside"
+    directory = tmp_path / "host_directory"
     directory.mkdir()
     yield directory
     mounted = [line.split()[1] for line in Path("/proc/self/mounts").read_text().splitlines()]
@@ -378,26 +378,26 @@ def outside(tmp_path: Path) -> Iterator[Path]:
 @pytest.mark.parametrize(
     ("script", "path"),
     [
-        ("ln -s {outside} /data", "/data"),
-        ("ln -s {outside} /srv/link", "/srv/link/below"),
-        ("mkdir /data; ln -s ../../../../../../../../..{outside} /data/below", "/data/below"),
+        ("ln -s {host_directory} /data", "/data"),
+        ("ln -s {host_directory} /srv/link", "/srv/link/below"),
+        ("mkdir /data; ln -s ../../../../../../../../..{host_directory} /data/below", "/data/below"),
         ("touch /data", "/data"),
     ],
 )
 def test_a_planted_symlink_cannot_redirect_a_volume_mount(
-    live: Live, jail_zfs_world: JailZfsWorld, outside: Path, script: str, path: str
+    live: Live, jail_zfs_world: JailZfsWorld, host_directory: Path, script: str, path: str
 ) -> None:
     volume = create_volume(live)
     sandbox = create_box(live, "sly")
-    live.shell("sly", script.format(outside=outside))
+    live.shell("sly", script.format(host_directory=host_directory))
     before = jail_zfs_world.traces(live.config)
-    with pytest.raises(Invalid, match="no volume can be mounted"):
+    with pytest.raises(Invalid, match="a volume cannot be mounted"):
         live.do(jail_host(live).attach(sandbox, Mount(volume=volume.id, path=path)))
     assert jail_zfs_world.traces(live.config) == before
-    assert list(outside.iterdir()) == []
+    assert list(host_directory.iterdir()) == []
     # The same must hold when a fork of the sandbox starts.
     live.do(live.engine.snapshots.create("sly", name="mark"))
-    with pytest.raises(Invalid, match="no volume can be mounted"):
+    with pytest.raises(Invalid, match="a volume cannot be mounted"):
         live.do(live.engine.forks.create("mark", ForkSpec(mounts=[MountSpec("data", path)])))
     live.do(live.engine.snapshots.delete("mark"))
     assert jail_zfs_world.traces(live.config) == before
@@ -405,7 +405,7 @@ def test_a_planted_symlink_cannot_redirect_a_volume_mount(
 
 
 def test_a_symlink_created_after_the_check_is_detected(
-    live: Live, jail_zfs_world: JailZfsWorld, outside: Path, monkeypatch: pytest.MonkeyPatch
+    live: Live, jail_zfs_world: JailZfsWorld, host_directory: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The test acts like a process in the jail that runs between the check and the mount."""
     volume = create_volume(live)
@@ -417,36 +417,36 @@ def test_a_symlink_created_after_the_check_is_detected(
     def swap_then_mount(root: Path, path: str) -> None:
         prepare(root, path)
         (root / "data").rename(root / "aside")
-        (root / "data").symlink_to(outside)
+        (root / "data").symlink_to(host_directory)
 
     monkeypatch.setattr(mount_point, "prepare", swap_then_mount)
     with pytest.raises(Invalid, match="contains a symbolic link"):
         live.do(jail_host(live).attach(sandbox, Mount(volume=volume.id, path="/data")))
     assert jail_zfs_world.traces(live.config) == before
-    assert not os.path.ismount(outside)
+    assert not os.path.ismount(host_directory)
     live.shell("bystander", "echo mine >/data/file")
     assert bystander.mounts[0].volume == volume.id
 
 
 def test_a_constantly_swapped_mount_point_cannot_redirect_a_mount(
-    live: Live, jail_zfs_world: JailZfsWorld, outside: Path
+    live: Live, jail_zfs_world: JailZfsWorld, host_directory: Path
 ) -> None:
     """The jail's processes are stopped during an attach, but a thread of the test keeps swapping another path."""
     volume = create_volume(live)
     sandbox = create_box(live, "sly")
     swap_script = (
         "mkdir -p /a/data; while :; do mv /a /b; ln -s OUT /a; rm /a; mv /b /a; done </dev/null >/dev/null 2>&1 &"
-    ).replace("OUT", str(outside))
+    ).replace("OUT", str(host_directory))
     live.shell("sly", swap_script)
     root, keep_swapping = root_path(jail_zfs_world, live, "sly"), [True]
     (root / "c/data").mkdir(parents=True)
-    (outside / "data").mkdir()
+    (host_directory / "data").mkdir()
 
     def swap_paths() -> None:
         while keep_swapping:
             for change in (
                 lambda: (root / "c").rename(root / "d"),
-                lambda: (root / "c").symlink_to(outside),
+                lambda: (root / "c").symlink_to(host_directory),
                 lambda: (root / "c").unlink(),
                 lambda: (root / "d").rename(root / "c"),
             ):
@@ -473,5 +473,5 @@ def test_a_constantly_swapped_mount_point_cannot_redirect_a_mount(
         keep_swapping.clear()
         thread.join()
     assert outcomes
-    assert not any((outside / "data").iterdir())
+    assert not any((host_directory / "data").iterdir())
     assert live.shell("sly", "echo alive").strip() == "alive"

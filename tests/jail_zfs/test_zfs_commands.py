@@ -65,11 +65,11 @@ def test_an_unmountable_dataset_is_destroyed(root: str, root_path: Path) -> None
 def test_snapshots_and_their_properties(root: str) -> None:
     for short in "ab":
         zfs.lzc_create(f"{root}/{short}")
-    both = [f"{root}/a@1", f"{root}/b@1"]
-    zfs.lzc_snapshot(both, {"sandbox:record": "x" * 8191, "sandbox:more": '{"a": "ä\\t"}'})
-    for name in both:
+    snapshot_names = [f"{root}/a@1", f"{root}/b@1"]
+    zfs.lzc_snapshot(snapshot_names, {"sandbox:record": "x" * 8191, "sandbox:more": '{"a": "ä\\t"}'})
+    for name in snapshot_names:
         assert zfs.local_props(name) == {"sandbox:record": "x" * 8191, "sandbox:more": '{"a": "ä\\t"}'}
-    assert isinstance(_single_error(_catch_error(zfs.lzc_snapshot, [both[0]])), lzc_exc.SnapshotExists)
+    assert isinstance(_single_error(_catch_error(zfs.lzc_snapshot, [snapshot_names[0]])), lzc_exc.SnapshotExists)
     assert isinstance(_single_error(_catch_error(zfs.lzc_snapshot, [f"{root}/no@1"])), lzc_exc.FilesystemNotFound)
     duplicate = _catch_error(zfs.lzc_snapshot, [f"{root}/a@2", f"{root}/a@3"])
     assert isinstance(duplicate, lzc_exc.SnapshotFailure) and isinstance(
@@ -78,7 +78,7 @@ def test_snapshots_and_their_properties(root: str) -> None:
     assert isinstance(_single_error(_catch_error(zfs.lzc_snapshot, [f"{root}/a@2", "nopool/a@2"])), lzc_exc.PoolsDiffer)
     assert isinstance(_single_error(_catch_error(zfs.lzc_snapshot, [f"{root}/a@b c"])), lzc_exc.NameInvalid)
     assert isinstance(_single_error(_catch_error(zfs.lzc_snapshot, [f"{root}/a@{'n' * 255}"])), lzc_exc.NameTooLong)
-    assert zfs.list_snapshots(f"{root}/a") == [both[0]]
+    assert zfs.list_snapshots(f"{root}/a") == [snapshot_names[0]]
 
 
 def test_taking_several_snapshots_is_all_or_nothing(root: str) -> None:
@@ -321,7 +321,7 @@ def test_names_that_only_zfs_accepts_can_be_read(root: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["", "-r", "a b", "ä" * 10, "n" * 300, "nopool", "nopool/a@b", "/", "a\nb", b"\xff"])
-def test_impossible_names_do_not_exist(root: str, name: str | bytes) -> None:
+def test_lzc_exists_returns_false_for_impossible_names(root: str, name: str | bytes) -> None:
     assert not zfs.lzc_exists(name)
 
 

@@ -26,9 +26,9 @@ def test_two_gateways_cannot_share_a_root(storage: ZfsStorage, root: str, locks:
         ZfsStorage(root, lock_directory=locks).open()
     assert storage.scan().repaired == [], "the first gateway does not work any more"
     storage.close()
-    second = ZfsStorage(root, lock_directory=locks)
-    assert second.open() == []
-    second.close()
+    second_storage = ZfsStorage(root, lock_directory=locks)
+    assert second_storage.open() == []
+    second_storage.close()
     assert zfs.local_props(root) == {}
 
 

@@ -115,16 +115,16 @@ _names = st.sampled_from(
         _ROOT,
     ]
 )
-_good = (
+_valid_props = (
     st.builds(Sandbox, id=st.just("a" * 12), name=st.just("n"), instance=st.sampled_from(["0" * 12, "1" * 12]))
     | st.builds(Snapshot, id=st.sampled_from(["b" * 12, "c" * 12]))
 ).flatmap(lambda record: st.integers(1, 3).map(lambda generation: encode(record, generation)))
-_props = _good | st.fixed_dictionaries({}, optional={HEAD: _heads, QUARANTINE: st.text(max_size=20)})
+_props = _valid_props | st.fixed_dictionaries({}, optional={HEAD: _heads, QUARANTINE: st.text(max_size=20)})
 
 
 @settings(max_examples=300)
 @given(st.dictionaries(_names, _props, max_size=10), st.booleans(), st.integers(0, 10))
-def test_no_damage_prevents_a_scan(local: dict[str, dict[str, str]], deferred: bool, txg: int) -> None:
+def test_damaged_properties_never_prevent_a_scan(local: dict[str, dict[str, str]], deferred: bool, txg: int) -> None:
     facts = {
         name: {
             "createtxg": Property(name, "createtxg", str(txg), "-"),

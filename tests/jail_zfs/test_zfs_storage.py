@@ -20,7 +20,7 @@ from sandbox_gateway.records import Sandbox, Snapshot, SnapshotKind, new_id
 from tests.jail_zfs import pools
 from tests.support import session
 
-_EMPTY = ["", "/ballast", "/retired", "/sandboxes", "/volumes"]
+_EMPTY_STORAGE = ["", "/ballast", "/retired", "/sandboxes", "/volumes"]
 
 
 def _names(storage: ZfsStorage, types: str = "filesystem,snapshot") -> list[str]:
@@ -62,7 +62,7 @@ def test_a_sandbox_can_be_created_and_removed(storage: ZfsStorage) -> None:
     storage.instances.forget(sandbox.instance)
     assert storage.instances.discard(sandbox.instance)
     assert storage.snapshots.destroy(base.id)
-    assert _names(storage) == _EMPTY
+    assert _names(storage) == _EMPTY_STORAGE
     assert list((storage.root.mountpoint / "sandboxes").iterdir()) == []
 
 
@@ -73,7 +73,7 @@ def test_a_failed_base_is_destroyed(storage: ZfsStorage) -> None:
 
     with pytest.raises(ValueError, match="no mirror"):
         storage.snapshots.create_base(Snapshot(), fill)
-    assert _names(storage) == _EMPTY
+    assert _names(storage) == _EMPTY_STORAGE
 
 
 def test_a_snapshot_survives_its_sandbox(storage: ZfsStorage) -> None:
@@ -97,9 +97,9 @@ def test_a_snapshot_survives_its_sandbox(storage: ZfsStorage) -> None:
     assert caught.value.blockers == [fork.id]
     assert storage.instances.discard(fork.instance)
     assert storage.snapshots.destroy(snapshot.id)
-    assert _names(storage, "filesystem") == sorted([*_EMPTY, f"/_template-{base.id}"])
+    assert _names(storage, "filesystem") == sorted([*_EMPTY_STORAGE, f"/_template-{base.id}"])
     assert storage.snapshots.destroy(base.id)
-    assert _names(storage) == _EMPTY
+    assert _names(storage) == _EMPTY_STORAGE
 
 
 def test_removing_a_snapshot_in_use_lists_all_users(storage: ZfsStorage) -> None:
@@ -131,7 +131,7 @@ def test_a_deferred_snapshot_is_hidden_and_removed_with_its_last_fork(storage: Z
     scan = _reopen(storage).scan()
     assert (scan.snapshots, scan.sandboxes) == ([], [fork])
     assert storage.instances.discard(fork.instance)
-    assert _names(storage) == _EMPTY
+    assert _names(storage) == _EMPTY_STORAGE
 
 
 def test_an_ancestor_can_be_removed_if_only_descendant_snapshots_need_it(storage: ZfsStorage) -> None:
@@ -145,7 +145,7 @@ def test_an_ancestor_can_be_removed_if_only_descendant_snapshots_need_it(storage
     assert [record.id for record in _reopen(storage).scan().snapshots] == [snapshot.id]
     storage.instances.discard(fork.instance)
     assert storage.snapshots.destroy(snapshot.id)
-    assert _names(storage) == _EMPTY, "retired datasets were not destroyed with the last snapshot"
+    assert _names(storage) == _EMPTY_STORAGE, "retired datasets were not destroyed with the last snapshot"
 
 
 def test_the_newest_instance_of_a_sandbox_wins(storage: ZfsStorage) -> None:
@@ -184,7 +184,7 @@ def test_a_dataset_that_cannot_be_moved_is_retired_in_place(storage: ZfsStorage)
     for fork in forks:
         storage.instances.discard(fork.instance)
     assert storage.snapshots.destroy(snapshot.id)
-    assert _names(storage) == _EMPTY
+    assert _names(storage) == _EMPTY_STORAGE
 
 
 def test_retiring_does_not_unmount_forks(storage: ZfsStorage) -> None:
@@ -208,7 +208,7 @@ def test_a_scan_removes_uncommitted_objects(storage: ZfsStorage) -> None:
     scan = _reopen(storage).scan(torn_down_instances.append)
     assert torn_down_instances == [instance]
     assert len(scan.repaired) == 2
-    assert _names(storage) == sorted([*_EMPTY, f"/_template-{base.id}", f"/_template-{base.id}@base"])
+    assert _names(storage) == sorted([*_EMPTY_STORAGE, f"/_template-{base.id}", f"/_template-{base.id}@base"])
 
 
 def test_a_scan_reports_objects_that_it_cannot_remove(storage: ZfsStorage) -> None:
@@ -370,7 +370,9 @@ def test_quotas_are_enforced(storage: ZfsStorage) -> None:
     assert zfs.get_props([dataset], ["referenced"])[dataset]["referenced"].number > 25 << 20
     assert 20 << 20 < storage.instances.unique_bytes(instance) < 24 << 20
     assert zfs.used_bytes(storage.snapshots.full_name(base.id)) < 1 << 20
-    assert sorted(_names(storage, "filesystem")) == sorted([*_EMPTY, f"/_template-{base.id}", f"/sandboxes/{instance}"])
+    assert sorted(_names(storage, "filesystem")) == sorted(
+        [*_EMPTY_STORAGE, f"/_template-{base.id}", f"/sandboxes/{instance}"]
+    )
 
 
 @translate_errors

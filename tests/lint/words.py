@@ -113,8 +113,8 @@ def extract_markdown(text: str) -> Iterator[Prose]:
             line = ""
         elif in_fence:
             continue
-        begins_block = re.match(r"\s*(?:[*-]|\d+\.|#+|>|\|)(?:\s|$)|\s*<!--", line)
-        if block and (begins_block or not line.strip()):
+        is_block_start = re.match(r"\s*(?:[*-]|\d+\.|#+|>|\|)(?:\s|$)|\s*<!--", line)
+        if block and (is_block_start or not line.strip()):
             yield Prose(start, _plain(" ".join(block)))
             block = []
         if line.lstrip().startswith("|"):
@@ -311,7 +311,7 @@ def directory_of(path: str, areas: Iterable[str]) -> str:
 
 
 def main(arguments: list[str]) -> int:
-    """Check all files, and return the exit code. ``arguments``: --update, or paths whose findings to print."""
+    """Check all files, and return the exit code. ``arguments``: --update, or paths for which to print all findings."""
     prefixes = tuple(word for word in arguments if not word.startswith("-"))
     guides = {_relative_path(path) for path in find_files(GUIDES)}
     paths = sorted({*find_files(GUIDES), *find_files(CODE)})
@@ -329,13 +329,13 @@ def main(arguments: list[str]) -> int:
         lines = [f'"{each}" = {min(allowed[each], counts[each])}' for each in sorted(allowed)]
         ALLOWED.write_text(_HEAD + "\n".join(lines) + "\n")
         allowed = read_allowances()
-    exceeded = {each for each, count in counts.items() if count > allowed.get(each, 0)}
+    exceeded_areas = {each for each, count in counts.items() if count > allowed.get(each, 0)}
     for each in findings:
-        if areas[each.path] in exceeded:
+        if areas[each.path] in exceeded_areas:
             print(each)
-    for each in sorted(exceeded):
+    for each in sorted(exceeded_areas):
         print(f"{each or 'guides'}: {counts[each]} findings, {allowed.get(each, 0)} allowed", file=sys.stderr)
-    return 1 if exceeded else 0
+    return 1 if exceeded_areas else 0
 
 
 def _relative_path(path: Path) -> str:

@@ -18,7 +18,7 @@ from tests.support.roles import environment
 _MOLECULE = Path(sys.executable).with_name("molecule")
 _SCENARIOS = session.REPOSITORY / "molecule"
 _PAGE = session.REPOSITORY / "docs" / "molecule.md"
-_SECONDS = 1200
+_TIMEOUT_SECONDS = 1200
 
 Run = Callable[..., str]
 
@@ -63,7 +63,7 @@ def _molecule(command: str, scenario: str, env: dict[str, str]) -> str:
         stdin=subprocess.DEVNULL,
         capture_output=True,
         text=True,
-        timeout=_SECONDS,
+        timeout=_TIMEOUT_SECONDS,
         check=False,
     )
     output = result.stdout + result.stderr
@@ -93,7 +93,7 @@ def test_scenario_gateway_systemd(run: Run) -> None:
 
 
 def test_scenario_jail_zfs(run: Run) -> None:
-    """Keeps another pool, so that the scenario neither starts nor stops ZFS."""
+    """Creates another pool first, so that the scenario neither starts nor stops ZFS."""
     with pools.pool(f"t{session.run_id()}m", session.run_dir(), megabytes=128):
         run("jail_zfs", GROVE_MOLECULE_ROOTFS=str(jail_world.debian_tarball()))
         assert f"molecule-t{session.run_id()}" not in pools.run("zpool", "list", "-H", "-o", "name").stdout

@@ -15,18 +15,18 @@ from tests.support import session
 ROLES = sorted((session.REPOSITORY / "roles").iterdir())
 
 _PARSER = Environment(extensions=["jinja2.ext.do", "jinja2.ext.loopcontrols"])
-_EXPRESSIONS = ("changed_when", "failed_when", "that", "until", "when", "var")
+_EXPRESSION_KEYWORDS = ("changed_when", "failed_when", "that", "until", "when", "var")
 """Keywords whose values are expressions without braces."""
 
 
-def load(role: Path, name: str) -> Any:
+def load_yaml(role: Path, name: str) -> Any:
     return yaml.safe_load((role / name).read_text())
 
 
 @pytest.mark.parametrize("role", ROLES, ids=lambda role: role.name)
 def test_specification_and_defaults_have_the_same_options(role: Path) -> None:
-    options = load(role, "meta/argument_specs.yml")["argument_specs"]["main"]["options"]
-    defaults = load(role, "defaults/main.yml")
+    options = load_yaml(role, "meta/argument_specs.yml")["argument_specs"]["main"]["options"]
+    defaults = load_yaml(role, "defaults/main.yml")
     # An option without a default is required, or leaving it out has a meaning.
     options_without_default = {name for name, option in options.items() if "default" not in option}
     assert set(defaults) <= set(options)
@@ -40,7 +40,7 @@ def test_specification_and_defaults_have_the_same_options(role: Path) -> None:
 
 @pytest.mark.parametrize("role", ROLES, ids=lambda role: role.name)
 def test_every_option_has_a_type_and_description(role: Path) -> None:
-    main = load(role, "meta/argument_specs.yml")["argument_specs"]["main"]
+    main = load_yaml(role, "meta/argument_specs.yml")["argument_specs"]["main"]
     assert main["short_description"] and main["description"] and main["author"]
 
     def check(options: dict[str, Any], prefix: str) -> None:
@@ -54,8 +54,8 @@ def test_every_option_has_a_type_and_description(role: Path) -> None:
 
 @pytest.mark.parametrize("role", ROLES, ids=lambda role: role.name)
 def test_defaults_are_accepted(role: Path) -> None:
-    options = load(role, "meta/argument_specs.yml")["argument_specs"]["main"]["options"]
-    defaults = {name: value for name, value in load(role, "defaults/main.yml").items() if not variables_in(value)}
+    options = load_yaml(role, "meta/argument_specs.yml")["argument_specs"]["main"]["options"]
+    defaults = {name: value for name, value in load_yaml(role, "defaults/main.yml").items() if not variables_in(value)}
     optional = {name: {**option, "required": False} for name, option in options.items()}
     validated = ArgumentSpecValidator(optional).validate(defaults)
     assert not validated.error_messages
@@ -66,12 +66,14 @@ def test_defaults_are_accepted(role: Path) -> None:
 def test_every_option_is_used(role: Path) -> None:
     used = variables_of(role)
     unused = [
-        name for name in load(role, "meta/argument_specs.yml")["argument_specs"]["main"]["options"] if name not in used
+        name
+        for name in load_yaml(role, "meta/argument_specs.yml")["argument_specs"]["main"]["options"]
+        if name not in used
     ]
     assert not unused, "these options have no effect"
 
 
-def test_a_mention_does_not_count_as_use() -> None:
+def test_a_variable_mentioned_in_text_does_not_count_as_used() -> None:
     assert variables_in(
         {"name": "about a_name", "when": ["a is defined", "not b.c"], "msg": "{{ d | default(e) }}"}
     ) == {
@@ -102,7 +104,7 @@ def variables_in(value: Any, key: str = "") -> set[str]:
         return {name for each in value for name in variables_in(each, key)}
     if not isinstance(value, str):
         return set()
-    text = f"{{{{ {value} }}}}" if key in _EXPRESSIONS and "{{" not in value else value
+    text = f"{{{{ {value} }}}}" if key in _EXPRESSION_KEYWORDS and "{{" not in value else value
     return names_in(text)
 
 

@@ -28,7 +28,7 @@ Apply = Callable[..., PlayResult]
 
 
 class Installation:
-    """An installation in one directory, made by the role."""
+    """An installation that the role creates in one directory."""
 
     def __init__(self, root: Path, state_root: Path) -> None:
         network = session.network()
@@ -133,8 +133,8 @@ def test_a_second_run_changes_nothing(installation: Installation) -> None:
     before = installation.pid()
     repeated = installation.apply()
     assert (repeated.failed, repeated.changed_task_names) == (False, []), repeated.output
-    checked = installation.apply(check=True)
-    assert (checked.failed, checked.changed_task_names) == (False, []), checked.output
+    predicted = installation.apply(check=True)
+    assert (predicted.failed, predicted.changed_task_names) == (False, []), predicted.output
     assert installation.pid() == before
 
 
@@ -197,7 +197,9 @@ def test_sandboxes_survive_an_upgrade(installation: Installation, newer_collecti
     upgraded = installation.apply()
     assert not upgraded.failed, upgraded.output
     assert installation.version() == NEWER != older
-    assert read_counter(installation.execute).continued_from(count_before), "the process must continue with its memory"
+    assert read_counter(installation.execute).is_continuation_of(count_before), (
+        "the process must continue with its memory"
+    )
 
 
 def test_startup_errors_are_reported(installation: Installation) -> None:

@@ -72,7 +72,7 @@ esac
 
 
 class FreeBSD:
-    """Doubles of FreeBSD's commands. Runs tasks of the role with them."""
+    """Runs tasks of the role with doubles of FreeBSD's commands."""
 
     def __init__(self, directory: Path) -> None:
         self.directory = directory
@@ -201,7 +201,7 @@ def test_the_script_meets_the_requirements_of_rc(freebsd: FreeBSD) -> None:
     assert re.fullmatch("[a-z_]+", "sandbox_gateway"), "the name must be valid in shell variables"
 
 
-def test_the_script_starts_the_daemon_under_daemon8(freebsd: FreeBSD) -> None:
+def test_the_script_starts_the_gateway_with_the_daemon_command(freebsd: FreeBSD) -> None:
     changed_tasks(freebsd.apply("start", start_seconds=1))
     run = subprocess.run(
         [str(freebsd.directory / "service"), "sandbox_gateway", "show"],

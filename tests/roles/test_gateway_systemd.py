@@ -29,7 +29,7 @@ PACKAGES = (
     "ca-certificates,dbus,e2fsprogs,iproute2,mmdebstrap,nftables,procps,python3,python3-venv,"
     "qemu-system-x86,systemd-sysv,xfsprogs,zstd"
 )
-_BOOT = """
+_BOOT_SCRIPT = """
 mount --make-rslave /
 mount -t tmpfs tmpfs /run
 mkdir -p /run/systemd
@@ -74,13 +74,13 @@ class Machine:
 
     def __init__(self, directory: Path, state_root: Path) -> None:
         self.directory = directory
-        binds = [f"--bind={state_root}:/var/lib/sandbox-gateway", "--bind=/dev/net/tun"]
+        bind_options = [f"--bind={state_root}:/var/lib/sandbox-gateway", "--bind=/dev/net/tun"]
         for path in (session.REPOSITORY, Path(sys.prefix), Path(sys.base_prefix), session.run_dir()):
             if not path.is_relative_to("/usr"):
-                binds.append(f"--bind={path}")
+                bind_options.append(f"--bind={path}")
         for name in ("/etc/pip.conf", "/etc/ssl", "/etc/resolv.conf"):
             if Path(name).exists():
-                binds.append(f"--bind-ro={name}")
+                bind_options.append(f"--bind-ro={name}")
         argv = ["systemd-nspawn", "--directory", str(directory), "--boot", "--console=pipe", "--register=no"]
         # nspawn forbids open_by_handle_at, which volume servers need.
         argv += [
@@ -88,18 +88,18 @@ class Machine:
             "--capability=all",
             "--system-call-filter=open_by_handle_at ptrace pidfd_getfd userfaultfd",
             "--resolv-conf=off",
-            *binds,
+            *bind_options,
         ]
         self.process = subprocess.Popen(
-            ["unshare", "--mount", "sh", "-c", _BOOT, *argv],
+            ["unshare", "--mount", "sh", "-c", _BOOT_SCRIPT, *argv],
             env={**os.environ, "SYSTEMD_NSPAWN_API_VFS_WRITABLE": "yes"},
             stdin=subprocess.DEVNULL,
             stdout=subprocess.DEVNULL,
             stderr=subprocess.DEVNULL,
         )
-        self.init = self._init()
+        self.init_pid = self._find_init_pid()
 
-    def _init(self) -> int:
+    def _find_init_pid(self) -> int:
         """Return the process id of the container's systemd, as seen from this machine."""
         deadline = time.monotonic() + 60
         while time.monotonic() < deadline:
@@ -112,12 +112,12 @@ class Machine:
         raise AssertionError("the container did not boot within a minute")
 
     @property
-    def enter(self) -> tuple[str, ...]:
-        return ("nsenter", "--target", str(self.init), "--mount", "--uts", "--ipc", "--pid", "--")
+    def enter_command(self) -> tuple[str, ...]:
+        return ("nsenter", "--target", str(self.init_pid), "--mount", "--uts", "--ipc", "--pid", "--")
 
     def run(self, *argv: str) -> str:
         result = subprocess.run(
-            [*self.enter, *argv],
+            [*self.enter_command, *argv],
             capture_output=True,
             text=True,
             timeout=300,
@@ -129,10 +129,12 @@ class Machine:
 
     def journal(self) -> str:
         argv = ["journalctl", "--unit=sandbox-gateway", "--lines=30", "--output=cat", "--no-pager"]
-        return subprocess.run([*self.enter, *argv], capture_output=True, text=True, timeout=60, check=False).stdout
+        return subprocess.run(
+            [*self.enter_command, *argv], capture_output=True, text=True, timeout=60, check=False
+        ).stdout
 
     def stop(self) -> None:
-        os.kill(self.init, signal.SIGRTMIN + 4)
+        os.kill(self.init_pid, signal.SIGRTMIN + 4)
         try:
             self.process.wait(60)
         except subprocess.TimeoutExpired:
@@ -144,14 +146,14 @@ class Machine:
 def machine(xfs_root: Path, shared_gateway: Gateway, template: str) -> Iterator[Machine]:
     archive = session.cache_dir() / "debian12-systemd.tar.zst"
     if not archive.exists():
-        temporary = archive.with_name("fresh-" + archive.name)
+        partial_archive = archive.with_name("fresh-" + archive.name)
         subprocess.run(
-            ["mmdebstrap", "--variant=minbase", f"--include={PACKAGES}", "bookworm", str(temporary)],
+            ["mmdebstrap", "--variant=minbase", f"--include={PACKAGES}", "bookworm", str(partial_archive)],
             check=True,
             capture_output=True,
             timeout=900,
         )
-        temporary.rename(archive)
+        partial_archive.rename(archive)
     directory, state_root = xfs_root / "debian12", xfs_root / "debian12-state"
     directory.mkdir()
     state_root.mkdir()
@@ -165,12 +167,12 @@ def machine(xfs_root: Path, shared_gateway: Gateway, template: str) -> Iterator[
         machine.run("mknod", f"/dev/loop{number}", "b", "7", str(number))
     yield machine
     machine.stop()
-    _remove_payload()
+    _remove_leftover_cgroups()
     shutil.rmtree(directory)
     shutil.rmtree(state_root)
 
 
-def _remove_payload() -> None:
+def _remove_leftover_cgroups() -> None:
     """Remove the control groups that the container's systemd created for mounts and left behind."""
     for payload in Path("/sys/fs/cgroup").glob("*/payload"):
         for group in sorted((path for path in payload.rglob("*") if path.is_dir()), reverse=True):
@@ -198,9 +200,9 @@ def apply_role(
     collections: Path = session.COLLECTIONS,
     **options: Any,
 ) -> PlayResult:
-    more = {f"gateway_{name}": value for name, value in options.items()}
-    command_prefix = (*machine.enter, "env", f"ANSIBLE_COLLECTIONS_PATH={collections}")
-    return play("gateway", {**variables, **more}, check=check, inside=command_prefix)
+    role_options = {f"gateway_{name}": value for name, value in options.items()}
+    command_prefix = (*machine.enter_command, "env", f"ANSIBLE_COLLECTIONS_PATH={collections}")
+    return play("gateway", {**variables, **role_options}, check=check, inside=command_prefix)
 
 
 def sandboxctl(machine: Machine, *argv: str) -> str:
@@ -211,13 +213,13 @@ def sandbox_state(machine: Machine, name: str) -> str:
     return str(json.loads(sandboxctl(machine, "--json", "show", name))["state"])
 
 
-def run_in_lives(machine: Machine) -> Callable[..., str]:
+def make_sandbox_runner(machine: Machine) -> Callable[..., str]:
     """Return a function that runs a program in the sandbox ``lives``; the program must succeed."""
     return lambda *argv: sandboxctl(machine, "exec", "lives", "--", *argv)
 
 
 def unit_property(machine: Machine, name: str) -> str:
-    """Return a property of the unit."""
+    """Return the value of the unit's property ``name``, as systemctl prints it."""
     return machine.run("systemctl", "show", f"--property={name}", "--value", "sandbox-gateway").strip()
 
 
@@ -235,14 +237,16 @@ def test_services_of_host_packages_never_run(machine: Machine) -> None:
     machine.run("dpkg-query", "--show", "nfs-ganesha", "nfs-ganesha-vfs", "rpcbind")
     machine.run("test", "-x", "/usr/bin/ganesha.nfsd", "-a", "!", "-e", "/usr/sbin/policy-rc.d")
     for unit in units:
-        shown = machine.run("systemctl", "show", "--property=LoadState,ActiveEnterTimestampMonotonic", unit)
-        assert sorted(shown.split()) == ["ActiveEnterTimestampMonotonic=0", "LoadState=masked"], unit
+        unit_state = machine.run("systemctl", "show", "--property=LoadState,ActiveEnterTimestampMonotonic", unit)
+        assert sorted(unit_state.split()) == ["ActiveEnterTimestampMonotonic=0", "LoadState=masked"], unit
     assert "changed=0 " in machine.run(*ansible)
 
 
-def test_check_mode_then_installation_then_no_changes(machine: Machine, variables: dict[str, Any]) -> None:
-    checked = apply_role(machine, variables, check=True)
-    assert not checked.failed, checked.output
+def test_the_role_installs_the_unit_and_a_second_run_changes_nothing(
+    machine: Machine, variables: dict[str, Any]
+) -> None:
+    predicted = apply_role(machine, variables, check=True)
+    assert not predicted.failed, predicted.output
     first = apply_role(machine, variables)
     assert not first.failed, first.output
     assert machine.run("systemctl", "is-active", "sandbox-gateway").strip() == "active"
@@ -264,7 +268,7 @@ def test_the_unit_allows_all_features(machine: Machine) -> None:
     """Uses a sandbox with a volume (loop device, mount, NFS server), captures it with memory, and forks the capture."""
     sandboxctl(machine, "volume", "create", "data", "--size", "64M")
     sandboxctl(machine, "create", "debian", "--name", "lives", "--volume", "data:/srv/data")
-    run_inside = run_in_lives(machine)
+    run_inside = make_sandbox_runner(machine)
     run_inside("sh", "-c", "echo kept >/srv/data/file; sync")
     sandboxctl(machine, "volume", "grow", "data", "96M")
     count_before = read_counter(run_inside)
@@ -273,14 +277,14 @@ def test_the_unit_allows_all_features(machine: Machine) -> None:
     sandboxctl(machine, "snapshot", "create", "lives", "--name", "again")
     assert json.loads(sandboxctl(machine, "--json", "snapshot", "show", "again"))["memory"] == "written"
     sandboxctl(machine, "create", "running", "--name", "fork")
-    assert read_counter(lambda *argv: sandboxctl(machine, "exec", "fork", "--", *argv)).continued_from(count_before)
+    assert read_counter(lambda *argv: sandboxctl(machine, "exec", "fork", "--", *argv)).is_continuation_of(count_before)
     assert sandboxctl(machine, "exec", "fork", "--", "cat", "/srv/data/file") == "kept\n"
     sandboxctl(machine, "kill", "fork")
     assert "limit" not in machine.journal(), "machines must be in separate control groups"
 
 
 def test_sandboxes_survive_a_restart_and_a_crash_of_the_unit(machine: Machine, variables: dict[str, Any]) -> None:
-    count_before = read_counter(run_in_lives(machine))
+    count_before = read_counter(make_sandbox_runner(machine))
     machine.run("systemctl", "restart", "sandbox-gateway")
     assert sandbox_state(machine, "lives") == "running"
     crashed_pid = unit_property(machine, "MainPID")
@@ -288,12 +292,12 @@ def test_sandboxes_survive_a_restart_and_a_crash_of_the_unit(machine: Machine, v
     eventually(
         lambda: unit_property(machine, "MainPID") != crashed_pid and unit_property(machine, "SubState") == "running", 60
     )
-    assert read_counter(run_in_lives(machine)).continued_from(count_before)
+    assert read_counter(make_sandbox_runner(machine)).is_continuation_of(count_before)
     assert sandboxctl(machine, "exec", "lives", "--", "cat", "/srv/data/file") == "kept\n"
 
 
 def test_a_hanging_gateway_is_restarted_and_sandboxes_keep_running(machine: Machine, variables: dict[str, Any]) -> None:
-    count_before = read_counter(run_in_lives(machine))
+    count_before = read_counter(make_sandbox_runner(machine))
     hung_pid = unit_property(machine, "MainPID")
     # A stopped process sends no notifications, like one whose event loop is blocked.
     machine.run("kill", "-STOP", hung_pid)
@@ -301,29 +305,29 @@ def test_a_hanging_gateway_is_restarted_and_sandboxes_keep_running(machine: Mach
         lambda: unit_property(machine, "MainPID") != hung_pid and unit_property(machine, "SubState") == "running", 240
     )
     assert "watchdog" in machine.journal().lower()
-    assert read_counter(run_in_lives(machine)).continued_from(count_before)
+    assert read_counter(make_sandbox_runner(machine)).is_continuation_of(count_before)
     assert sandboxctl(machine, "exec", "lives", "--", "cat", "/srv/data/file") == "kept\n"
 
 
 def test_sandboxes_survive_an_upgrade(machine: Machine, variables: dict[str, Any], newer_collections: Path) -> None:
-    count_before = read_counter(run_in_lives(machine))
+    count_before = read_counter(make_sandbox_runner(machine))
     result = apply_role(machine, variables, collections=newer_collections)
     assert not result.failed, result.output
     assert json.loads(sandboxctl(machine, "--json", "health"))["version"] == NEWER
-    assert read_counter(run_in_lives(machine)).continued_from(count_before)
+    assert read_counter(make_sandbox_runner(machine)).is_continuation_of(count_before)
     assert sandboxctl(machine, "exec", "lives", "--", "cat", "/srv/data/file") == "kept\n"
 
 
 def test_a_new_configuration_restarts_the_gateway(machine: Machine, variables: dict[str, Any]) -> None:
-    changed = {**variables, "gateway_config": {**variables["gateway_config"], "limits": {"sandboxes": 9}}}
-    result = apply_role(machine, changed)
+    new_variables = {**variables, "gateway_config": {**variables["gateway_config"], "limits": {"sandboxes": 9}}}
+    result = apply_role(machine, new_variables)
     assert not result.failed, result.output
     assert sandbox_state(machine, "lives") == "running"
 
 
 def test_a_startup_error_is_reported_once(machine: Machine, variables: dict[str, Any]) -> None:
-    broken = {**variables, "gateway_config": {**variables["gateway_config"], "nonsense": {"a": 1}}}
-    result = apply_role(machine, broken)
+    invalid_variables = {**variables, "gateway_config": {**variables["gateway_config"], "nonsense": {"a": 1}}}
+    result = apply_role(machine, invalid_variables)
     assert result.failed
     assert "nonsense: unknown key" in result.message
     assert unit_property(machine, "NRestarts") == "0"

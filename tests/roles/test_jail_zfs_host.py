@@ -58,7 +58,7 @@ def jail_host(pool: pools.Pool, tmp_path: Path) -> Iterator[JailHost]:
         pools.destroy_all(f"{pool.name}/a")
 
 
-def test_check_mode_then_first_run_then_no_changes(jail_host: JailHost) -> None:
+def test_check_mode_predicts_the_first_run_and_a_second_run_changes_nothing(jail_host: JailHost) -> None:
     (jail_host.directory / "pf.conf").write_text("set skip on lo0\nnat on em0 from any to any -> 192.0.2.1\npass all\n")
     predicted = jail_host.apply(check=True)
     assert not predicted.failed, predicted.output
@@ -68,9 +68,11 @@ def test_check_mode_then_first_run_then_no_changes(jail_host: JailHost) -> None:
     first = jail_host.apply()
     assert not first.failed, first.output
     assert predicted.changed_task_names == first.changed_task_names
-    tree = [f"{jail_host.dataset}{name}" for name in ("", "/retired", "/sandboxes")]
-    assert jail_host.datasets() == [jail_host.pool.name, f"{jail_host.pool.name}/a", *tree]
-    values = pools.run("zfs", "get", "-H", "-o", "value", "atime,com.sun:auto-snapshot", tree[2]).stdout.split()
+    expected_datasets = [f"{jail_host.dataset}{name}" for name in ("", "/retired", "/sandboxes")]
+    assert jail_host.datasets() == [jail_host.pool.name, f"{jail_host.pool.name}/a", *expected_datasets]
+    values = pools.run(
+        "zfs", "get", "-H", "-o", "value", "atime,com.sun:auto-snapshot", expected_datasets[2]
+    ).stdout.split()
     assert values == ["off", "false"]
     assert (jail_host.directory / "pf.conf").read_text().splitlines() == [
         "set skip on lo0",

@@ -77,8 +77,8 @@ def test_xfs_with_reflinks_is_created_mounted_and_removed(apply: Apply, director
 
     repeated = apply()
     assert (repeated.failed, repeated.changed_task_names) == (False, []), repeated.output
-    checked = apply(check=True)
-    assert (checked.failed, checked.changed_task_names) == (False, []), checked.output
+    predicted = apply(check=True)
+    assert (predicted.failed, predicted.changed_task_names) == (False, []), predicted.output
 
     with (directory / "state" / "open").open("w"):
         refused = apply(state="absent")

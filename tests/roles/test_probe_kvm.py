@@ -31,10 +31,10 @@ def test_a_guest_that_exceeds_the_time_limit_is_reported() -> None:
 
 
 def test_a_guest_without_output_is_stopped_early(tmp_path: Path) -> None:
-    silent = tmp_path / "qemu"
-    silent.write_text("#!/bin/sh\necho Probing EDD\nexec sleep 1000\n")
-    silent.chmod(0o755)
-    result = probe("--accelerator", "tcg", "--seconds", "1000", "--qemu", str(silent))
+    silent_qemu = tmp_path / "qemu"
+    silent_qemu.write_text("#!/bin/sh\necho Probing EDD\nexec sleep 1000\n")
+    silent_qemu.chmod(0o755)
+    result = probe("--accelerator", "tcg", "--seconds", "1000", "--qemu", str(silent_qemu))
     assert result["reason"].endswith("(no further output within the time limit); last output: Probing EDD")
 
 

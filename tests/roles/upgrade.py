@@ -22,7 +22,7 @@ class Count:
     value: int
     mark: str
 
-    def continued_from(self, since: Count) -> bool:
+    def is_continuation_of(self, since: Count) -> bool:
         return self.mark == since.mark and self.value > since.value
 
 

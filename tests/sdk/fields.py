@@ -49,24 +49,24 @@ def list_e2b_requests() -> list[ClientRequest]:
 
 
 def list_cubesandbox_requests() -> list[ClientRequest]:
-    return _merge(_Source(cubesandbox).requests("api_url"))
+    return _merge(_Source(cubesandbox).find_requests("api_url"))
 
 
 def list_code_interpreter_requests() -> list[ClientRequest]:
-    return _merge(_Source(e2b_code_interpreter).requests("_jupyter_url"))
+    return _merge(_Source(e2b_code_interpreter).find_requests("_jupyter_url"))
 
 
 def list_forkd_requests() -> list[ClientRequest]:
-    return _merge(_Source(forkd).forkd_requests())
+    return _merge(_Source(forkd).find_forkd_requests())
 
 
 def _merge(requests: list[ClientRequest]) -> list[ClientRequest]:
     """Return one request per method and route, sorted."""
     merged: dict[str, ClientRequest] = {}
     for request in requests:
-        known = merged.setdefault(str(request), ClientRequest(request.method, request.route))
-        known.body |= request.body
-        known.query |= request.query
+        merged_request = merged.setdefault(str(request), ClientRequest(request.method, request.route))
+        merged_request.body |= request.body
+        merged_request.query |= request.query
     return sorted(merged.values(), key=lambda request: (request.route, request.method))
 
 
@@ -125,7 +125,7 @@ class _Source:
         ]
         self._by_name = {function.name: function for function in self._functions}
 
-    def requests(self, base: str) -> Iterator[ClientRequest]:
+    def find_requests(self, base: str) -> Iterator[ClientRequest]:
         """Yield a request for each call such as `session.post(f"{config.api_url}/volumes", json=...)`."""
         for function in self._functions:
             for call in _calls(function):
@@ -141,7 +141,7 @@ class _Source:
                 body, query = (self._fields(keywords.get(name), function) for name in ("json", "params"))
                 yield ClientRequest(method.upper(), route, body, set(query))
 
-    def forkd_requests(self) -> Iterator[ClientRequest]:
+    def find_forkd_requests(self) -> Iterator[ClientRequest]:
         """Yield a request for each call such as `self._request("POST", "/v1/sandboxes", body)`."""
         for function in self._functions:
             for call in _calls(function):
@@ -162,10 +162,10 @@ class _Source:
                 else:
                     fields[_constant(key)] = self._fields(entry, function)
         elif isinstance(value, ast.Call) and isinstance(value.func, ast.Name) and value.func.id in self._by_name:
-            called = self._by_name[value.func.id]
-            for node in ast.walk(called):
+            callee = self._by_name[value.func.id]
+            for node in ast.walk(callee):
                 if isinstance(node, ast.Return):
-                    fields |= self._fields(node.value, called)
+                    fields |= self._fields(node.value, callee)
         elif isinstance(value, ast.Name):
             for assigned in _assigned_values(function, value.id):
                 fields |= self._fields(assigned, function)

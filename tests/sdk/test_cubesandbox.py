@@ -33,13 +33,13 @@ def user_settings(server: Server) -> dict[str, str]:
 
 
 @pytest.fixture(autouse=True)
-def address(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
+def client_environment(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
     for name, value in user_settings(server).items():
         monkeypatch.setenv(name, value)
 
 
 @pytest.fixture(scope="module")
-def box(server) -> Iterator[Sandbox]:
+def shared_sandbox(server) -> Iterator[Sandbox]:
     with pytest.MonkeyPatch.context() as monkeypatch:
         for name, value in user_settings(server).items():
             monkeypatch.setenv(name, value)
@@ -119,25 +119,25 @@ def test_resume_by_traffic(create):
 
 
 @covers("Sandbox.run_code")
-def test_run_code(box):
+def test_run_code(shared_sandbox):
     output: list[str] = []
-    result = box.run_code("print('a'); 6 * 7", on_stdout=lambda message: output.append(message.text))
+    result = shared_sandbox.run_code("print('a'); 6 * 7", on_stdout=lambda message: output.append(message.text))
     assert (result.text, result.logs.stdout, output) == ("42", ["a\n"], ["a\n"])
-    box.run_code("kept = 1")
-    assert box.run_code("kept + 1").text == "2"
-    failure = box.run_code("raise ValueError('no')")
+    shared_sandbox.run_code("kept = 1")
+    assert shared_sandbox.run_code("kept + 1").text == "2"
+    failure = shared_sandbox.run_code("raise ValueError('no')")
     assert failure.error is not None and (failure.error.name, failure.error.value) == ("ValueError", "no")
-    assert box.run_code("import os; os.environ['ONCE']", envs={"ONCE": "x"}).text == "'x'"
-    assert box.run_code("echo $((1+1))", language="bash").logs.stdout == ["2\n"]
+    assert shared_sandbox.run_code("import os; os.environ['ONCE']", envs={"ONCE": "x"}).text == "'x'"
+    assert shared_sandbox.run_code("echo $((1+1))", language="bash").logs.stdout == ["2\n"]
 
 
 @covers("Commands.run")
-def test_commands(box):
-    result = box.commands.run("echo out; echo err >&2; pwd; echo $A; exit 3", cwd="/etc", envs={"A": "b"})
+def test_commands(shared_sandbox):
+    result = shared_sandbox.commands.run("echo out; echo err >&2; pwd; echo $A; exit 3", cwd="/etc", envs={"A": "b"})
     assert (result.stdout, result.stderr, result.exit_code) == ("out\n/etc\nb\n", "err\n", 3)
-    assert box.commands.run("seq 100000", timeout=60).stdout.endswith("\n100000\n")
+    assert shared_sandbox.commands.run("seq 100000", timeout=60).stdout.endswith("\n100000\n")
     with pytest.raises((RuntimeError, cubesandbox.CubeSandboxError), match=r"deadline|time"):
-        box.commands.run("sleep 600.3", timeout=1)
+        shared_sandbox.commands.run("sleep 600.3", timeout=1)
 
 
 @covers(
@@ -151,8 +151,8 @@ def test_commands(box):
     "Filesystem.rename",
     "Filesystem.make_dir",
 )
-def test_files(box):
-    files = box.files
+def test_files(shared_sandbox):
+    files = shared_sandbox.files
     files.write("/tmp/c/a b", "héllo")
     assert files.read("/tmp/c/a b") == "héllo"
     assert files.write_files([(f"/tmp/c/{number}", str(number)) for number in range(3)]) == 3
@@ -168,16 +168,16 @@ def test_files(box):
         files.read("/tmp/none")
     data = bytes(range(256)) * (_LARGE_FILE_BYTES // 256)
     files.write("/tmp/big", data)
-    assert box.commands.run("sha256sum </tmp/big").stdout.split()[0] == hashlib.sha256(data).hexdigest()
+    assert shared_sandbox.commands.run("sha256sum </tmp/big").stdout.split()[0] == hashlib.sha256(data).hexdigest()
     files.remove("/tmp/big")
 
 
 @covers("Filesystem.watch_dir", "Watcher.close")
-def test_watch(box):
-    box.files.make_dir("/tmp/watched")
+def test_watch(shared_sandbox):
+    shared_sandbox.files.make_dir("/tmp/watched")
     events: list[tuple[str, str]] = []
-    with box.files.watch_dir("/tmp/watched") as watcher:
-        box.files.write("/tmp/watched/new", "1")
+    with shared_sandbox.files.watch_dir("/tmp/watched") as watcher:
+        shared_sandbox.files.write("/tmp/watched/new", "1")
         for event in watcher:
             events.append((event.name, event.type))
             if ("new", "EVENT_TYPE_WRITE") in events:
@@ -197,21 +197,21 @@ def test_watch(box):
     "PtyHandle.disconnect",
     "PtyHandle.kill",
 )
-def test_terminal(box):
+def test_terminal(shared_sandbox):
     output = bytearray()
-    handle = box.pty.create(cubesandbox.PtySize(rows=24, cols=80))
-    box.pty.resize(handle.pid, cubesandbox.PtySize(rows=30, cols=99))
+    handle = shared_sandbox.pty.create(cubesandbox.PtySize(rows=24, cols=80))
+    shared_sandbox.pty.resize(handle.pid, cubesandbox.PtySize(rows=30, cols=99))
     handle.resize(cubesandbox.PtySize(rows=30, cols=98))
     handle.send_stdin("stty size\n")
-    box.pty.send_stdin(handle.pid, "exit\n")
+    shared_sandbox.pty.send_stdin(handle.pid, "exit\n")
     assert handle.wait(on_data=output.extend) == 0
     assert b"30 98" in output
-    second_handle = box.pty.create(cubesandbox.PtySize(rows=24, cols=80))
+    second_handle = shared_sandbox.pty.create(cubesandbox.PtySize(rows=24, cols=80))
     second_handle.disconnect()
-    box.pty.connect(second_handle.pid).disconnect()
-    assert box.pty.kill(second_handle.pid)
-    wait(lambda: not box.pty.kill(second_handle.pid))
-    third_handle = box.pty.create(cubesandbox.PtySize(rows=24, cols=80))
+    shared_sandbox.pty.connect(second_handle.pid).disconnect()
+    assert shared_sandbox.pty.kill(second_handle.pid)
+    wait(lambda: not shared_sandbox.pty.kill(second_handle.pid))
+    third_handle = shared_sandbox.pty.create(cubesandbox.PtySize(rows=24, cols=80))
     assert third_handle.kill()
 
 
@@ -344,11 +344,11 @@ def test_errors_have_their_own_classes(server):
     assert error_info.value.status_code == 400
 
 
-def test_threads_share_one_object(box):
+def test_threads_share_one_object(shared_sandbox):
     results: dict[int, str] = {}
 
     def work(number: int) -> None:
-        results[number] = box.commands.run(f"echo {number}").stdout
+        results[number] = shared_sandbox.commands.run(f"echo {number}").stdout
 
     threads = [threading.Thread(target=work, args=(number,)) for number in range(8)]
     for thread in threads:
@@ -359,11 +359,11 @@ def test_threads_share_one_object(box):
 
 
 def test_unsupported_options_are_refused(server, create):
-    """They must not give a sandbox, a template or a volume other than the requested one."""
-    before = Template.get(server.template).template_id
+    """An unsupported option must not silently create something other than what the client requested."""
+    original_id = Template.get(server.template).template_id
     with pytest.raises(cubesandbox.ApiError, match=r"image: not supported, because .*; memory: .*set memoryMB"):
         Template.build(name=server.template, image="nginx:latest", memory_mb=4096)
-    assert Template.get(server.template).template_id == before
+    assert Template.get(server.template).template_id == original_id
     with pytest.raises(cubesandbox.ApiError, match="host-mount"):
         create(metadata={"host-mount": '[{"hostPath": "/srv", "mountPath": "/srv"}]'})
     with pytest.raises(cubesandbox.ApiError, match="distributionScope: not supported"):

@@ -22,7 +22,7 @@ Create = Callable[..., Sandbox]
 
 
 @pytest.fixture(autouse=True)
-def address(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
+def client_environment(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
     """Set the environment variables that users have to set."""
     monkeypatch.setenv("E2B_API_KEY", server.key)
     monkeypatch.setenv("E2B_API_URL", server.url)
@@ -223,7 +223,7 @@ def test_signed_urls(server, create):
 
 @covers("Sandbox.download_url", "Sandbox.upload_url")
 def test_signed_urls_with_host_names(server, create, monkeypatch):
-    """Without `E2B_SANDBOX_URL`, the host name of the URL names the sandbox. It must resolve to the gateway."""
+    """Without `E2B_SANDBOX_URL`, the host name of the URL identifies the sandbox. It must resolve to the gateway."""
     sandbox = create()
     sandbox.files.write("/root/up", "signed")
     monkeypatch.delenv("E2B_SANDBOX_URL")
@@ -235,13 +235,13 @@ def test_signed_urls_with_host_names(server, create, monkeypatch):
 
 @covers("Sandbox.get_metrics", note="measured by the host; `mem_cache` is `None`")
 def test_metrics(server, create):
-    began = datetime.now(UTC)
+    start_time = datetime.now(UTC)
     sandbox = create()
     info = sandbox.get_info()
     (first, *_) = sandbox.get_metrics()
     assert first.cpu_count == info.cpu_count and first.mem_total == info.memory_mb << 20
     assert first.disk_used > 0 and first.mem_used > 1 << 20 and first.mem_cache is None
-    assert began - timedelta(seconds=2) <= first.timestamp <= datetime.now(UTC)
+    assert start_time - timedelta(seconds=2) <= first.timestamp <= datetime.now(UTC)
     # A busy loop uses all of one CPU, however many the sandbox has.
     sandbox.commands.run("timeout 60 sh -c 'while :; do :; done'", background=True)
     busy = 30 / info.cpu_count
@@ -250,7 +250,7 @@ def test_metrics(server, create):
     assert samples == sorted(samples, key=lambda sample: sample.timestamp) and first.cpu_used_pct >= 0
     later = sandbox.get_metrics(start=samples[1].timestamp)
     assert later[0] == samples[1] and samples[0] not in later
-    assert sandbox.get_metrics(end=began - timedelta(seconds=5)) == []
+    assert sandbox.get_metrics(end=start_time - timedelta(seconds=5)) == []
     sandbox.kill()
     with pytest.raises(e2b.SandboxNotFoundException):
         sandbox.get_metrics()

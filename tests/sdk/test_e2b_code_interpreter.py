@@ -12,9 +12,9 @@ import pytest
 from e2b_code_interpreter import AsyncSandbox, Sandbox
 
 from tests.sdk.coverage import covers
-from tests.sdk.test_e2b import address, wait
+from tests.sdk.test_e2b import client_environment, wait
 
-__all__ = ["address"]
+__all__ = ["client_environment"]
 
 _RICH = """
 class Rich:

@@ -11,9 +11,9 @@ import pytest
 from e2b import FilesystemEventType, FileType, PtySize, Sandbox
 
 from tests.sdk.coverage import covers
-from tests.sdk.test_e2b import address, wait
+from tests.sdk.test_e2b import client_environment, wait
 
-__all__ = ["address"]
+__all__ = ["client_environment"]
 
 _LARGE_FILE_BYTES = 50 << 20
 
@@ -209,7 +209,7 @@ def test_writing_to_a_full_disk_fails(sandbox, server):
     sandbox.commands.run("umount /mnt")
 
 
-def test_a_missing_git_is_reported(sandbox):
+def test_missing_git_is_reported(sandbox):
     with pytest.raises(e2b.CommandExitException) as error_info:
         sandbox.git.init("/tmp/repository")
     assert error_info.value.exit_code == 127

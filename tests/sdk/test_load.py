@@ -1,6 +1,6 @@
 """Twenty concurrent clients: each sandbox returns its own secret, nothing fails, and no connection stays open.
 
-For two minutes: ``GROVE_LOAD_SECONDS=120 ./dev test tests/sdk/test_load.py``.
+To run it for two minutes: ``GROVE_LOAD_SECONDS=120 ./dev test tests/sdk/test_load.py``.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ import e2b_code_interpreter
 import pytest
 
 from tests.sdk.conftest import Server
-from tests.sdk.test_cubesandbox import address as cubesandbox_address
-from tests.sdk.test_e2b import address as e2b_address
+from tests.sdk.test_cubesandbox import client_environment as cubesandbox_environment
+from tests.sdk.test_e2b import client_environment as e2b_environment
 from tests.sdk.test_e2b import wait
 
-__all__ = ["cubesandbox_address", "e2b_address"]
+__all__ = ["cubesandbox_environment", "e2b_environment"]
 
 CLIENTS = 20
 LOAD_SECONDS = float(os.environ.get("GROVE_LOAD_SECONDS", "20"))
@@ -108,7 +108,7 @@ def _is_socket(link: Path) -> bool:
 
 
 @pytest.fixture
-def clients(server, e2b_address, cubesandbox_address):
+def clients(server, e2b_environment, cubesandbox_environment):
     with ThreadPoolExecutor(4) as pool:
         new_clients = list(pool.map(make_client, range(CLIENTS)))
     yield new_clients

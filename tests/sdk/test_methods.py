@@ -112,7 +112,7 @@ CLIENTS = (
 )
 
 
-def public_methods(client: Client) -> list[str]:
+def list_public_methods(client: Client) -> list[str]:
     """Return ``Class.method`` for all callables whose names do not start with an underscore."""
     return [
         f"{title}.{name}"
@@ -140,7 +140,7 @@ def find_coverage(client: Client) -> dict[str, list[tuple[str, bool]]]:
     return coverage
 
 
-def table_rows(client: Client) -> list[tuple[str, str, str, str]]:
+def list_table_rows(client: Client) -> list[tuple[str, str, str, str]]:
     """Return the table's rows: method, support on kvm_xfs, support on jail_zfs, remarks."""
     rows = []
     for method in sorted({*find_coverage(client), *client.missing}, key=_sort_key(client)):
@@ -163,7 +163,7 @@ def _sort_key(client: Client) -> Callable[[str], tuple[int, str]]:
 
 def render_table(client: Client) -> str:
     lines = [f"### {client.title}", "", "| method | `kvm_xfs` | `jail_zfs` | |", "|---|---|---|---|"]
-    lines += [f"| `{method}` | {kvm} | {jail} | {note} |" for method, kvm, jail, note in table_rows(client)]
+    lines += [f"| `{method}` | {kvm} | {jail} | {note} |" for method, kvm, jail, note in list_table_rows(client)]
     return "\n".join(lines)
 
 
@@ -172,11 +172,11 @@ def test_every_method_is_tested_or_documented_as_missing(client):
     tested, missing = find_coverage(client), client.missing
     assert not set(tested) & set(missing)
     listed = {*tested, *missing}
-    for method in public_methods(client):
+    for method in list_public_methods(client):
         assert method in listed or f"{method.partition('.')[0]}.*" in listed, (
             f"{method}: neither tested nor documented as missing"
         )
-    existing = {*public_methods(client), *client.classes, "AsyncSandbox", "VolumeMount"}
+    existing = {*list_public_methods(client), *client.classes, "AsyncSandbox", "VolumeMount"}
     assert {method for method in listed if not method.endswith(".*")} <= existing
 
 

@@ -16,7 +16,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from starlette.datastructures import Headers
 
-from sandbox_gateway.api.data_plane.proxy import Addresses
+from sandbox_gateway.api.data_plane.proxy import AddressFormats
 from sandbox_gateway.errors import Invalid
 from tests.api.inside import (
     PORT,
@@ -258,7 +258,7 @@ def test_a_sandbox_name_has_one_meaning(name: str) -> None:
     raw_name = name.encode("utf-8").decode("latin-1")
     headers = Headers(raw=[(b"host", raw_name.encode("latin-1"))])
     try:
-        address = Addresses("sandbox.local").target(headers)
+        address = AddressFormats("sandbox.local").target(headers)
     except Invalid:
         return
     if address is None:

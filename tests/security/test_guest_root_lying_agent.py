@@ -44,7 +44,7 @@ HOST_SERVICE_PORT = 47113
 
 @pytest.fixture(autouse=True)
 def _short_timeouts(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(commands, "_PING_SECONDS", 2)
+    monkeypatch.setattr(commands, "_PING_TIMEOUT_SECONDS", 2)
 
 
 @pytest.fixture

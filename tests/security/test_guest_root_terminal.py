@@ -73,7 +73,7 @@ def evil_gateway(monkeypatch: pytest.MonkeyPatch) -> None:
         yield "sandbox.stopped", {"at": "2026-01-01T00:00:00", "reason": f"{EVIL}\n00:00:00 forged"}
 
     monkeypatch.setattr("sandbox_gateway.cli.client.Client.call", answer_call)
-    monkeypatch.setattr("sandbox_gateway.cli.client.Client.events", events)
+    monkeypatch.setattr("sandbox_gateway.cli.client.Client.stream_events", events)
 
 
 @pytest.mark.parametrize(
@@ -103,14 +103,14 @@ def test_exec_output_is_passed_unchanged(
 
 def test_lists_trees_and_logs_contain_no_terminal_codes(capsys: pytest.CaptureFixture[str]) -> None:
     times = {"createdAt": "2026-01-01T00:00:00Z", "endAt": "2026-01-01T00:00:00Z"}
-    render.sandboxes(
+    render.print_sandboxes(
         [
             {"name": EVIL, "sandboxID": EVIL, "state": EVIL, "templateID": EVIL, "forkedFrom": EVIL, "cpuCount": 1}
             | {"memoryMB": 1, **times}
         ]
     )
-    render.tree([{"kind": "sandbox", "names": [EVIL], "id": EVIL, "children": []}])
-    render.note(EVIL)
+    render.print_tree([{"kind": "sandbox", "names": [EVIL], "id": EVIL, "children": []}])
+    render.print_note(EVIL)
     progress.follow_log(iter([EVIL]), "building")
     out, err = capsys.readouterr()
     assert out.count("text") >= 6 and err.count("text") == 2

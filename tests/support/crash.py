@@ -1,11 +1,11 @@
-"""Run verbs of an engine, each in a separate process, and kill them: ``python -m tests.support.crash``.
+"""Run operations of an engine, each in a separate process, and kill them: ``python -m tests.support.crash``.
 
 An audit hook counts every step that changes the world outside the process, such as creating or renaming a file, an
 ioctl, a new process, or a command to QEMU. At the requested step, the process exits immediately, as after ``kill -9``.
 If no step is requested, it ends normally and prints the number of steps and the numbers of the QMP commands as JSON.
 
-Each verb runs in a forked copy of a process that has already imported all modules. With arguments, the program instead
-creates a scenario, prints its state to standard output, and waits until it is killed.
+Each operation runs in a forked copy of a process that has already imported all modules. With arguments, the program
+instead creates a scenario, prints its state to standard output, and waits until it is killed.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ async def _until_ready(engine: Engine, ref: str, count: int) -> None:
             await asyncio.sleep(0.01)
 
 
-VERBS: dict[str, Any] = {
+OPERATIONS: dict[str, Any] = {
     "create": lambda engine: engine.forks.create("plain", ForkSpec(names=["new"])),
     "fork": lambda engine: engine.forks.fork("mark", ForkSpec(names=["new", "new2"])),
     "claim": _claim,
@@ -77,7 +77,7 @@ VERBS: dict[str, Any] = {
     "delete": lambda engine: engine.snapshots.delete("spare-mark"),
 }
 
-VOLUME_VERBS: dict[str, Any] = {
+VOLUME_OPERATIONS: dict[str, Any] = {
     "volume-create": lambda engine: engine.volumes.create("new", 64),
     "volume-clone": lambda engine: engine.volumes.create("new", from_snapshot="idle@before"),
     "volume-grow": lambda engine: engine.volumes.grow("one", engine.volumes.get("one").size_mb + 32),
@@ -152,14 +152,14 @@ class Daemon:
 
 
 class Runner:
-    """Runs verbs, each in a separate process."""
+    """Runs operations, each in a separate process."""
 
     def __init__(self, factory: str) -> None:
         self._factory = factory
         self._process: subprocess.Popen[str] | None = None
 
-    def run(self, config: Config, verb: str, fatal: int, output: Path) -> int:
-        """Run a verb, and kill it at the step ``fatal``. Return its exit code: 0, KILLED, or another after a failure.
+    def run(self, config: Config, operation: str, fatal: int, output: Path) -> int:
+        """Run an operation, and kill it at the step ``fatal``. Return its exit code: 0, KILLED, or another on failure.
 
         Its output is written to the file ``output``.
         """
@@ -170,16 +170,16 @@ class Runner:
                 argv, cwd=session.REPOSITORY, stdin=pipe, stdout=pipe, text=True, start_new_session=True
             )
         assert self._process.stdin and self._process.stdout
-        request = [config.model_dump_json(), self._factory, verb, fatal, str(output)]
+        request = [config.model_dump_json(), self._factory, operation, fatal, str(output)]
         print(json.dumps(request), file=self._process.stdin, flush=True)
-        assert select.select([self._process.stdout], [], [], 300)[0], f"{verb} did not end"
+        assert select.select([self._process.stdout], [], [], 300)[0], f"{operation} did not end"
         return int(self._process.stdout.readline())
 
     def end(self) -> None:
         if self._process is not None:
             try:
                 self._process.communicate(timeout=30)
-            except subprocess.TimeoutExpired:  # also kill a verb that hangs
+            except subprocess.TimeoutExpired:  # also kill an operation that hangs
                 os.killpg(self._process.pid, signal.SIGKILL)
                 self._process.wait(30)
             self._process = None
@@ -221,11 +221,11 @@ def _opens_for_writing(arguments: tuple[Any, ...]) -> bool:
     return isinstance(arguments[2], int) and bool(arguments[2] & (os.O_WRONLY | os.O_RDWR | os.O_CREAT))
 
 
-async def _run(host: Host, config: Config, verb: str, steps: Steps) -> None:
+async def _run(host: Host, config: Config, operation: str, steps: Steps) -> None:
     engine = Engine(host, config)
     await engine.open()
     steps.armed = True
-    await (VERBS | VOLUME_VERBS)[verb](engine)
+    await (OPERATIONS | VOLUME_OPERATIONS)[operation](engine)
     steps.armed = False
     await engine.close()
 
@@ -244,18 +244,18 @@ def _make_host(factory: str, config: Config) -> Host:
     return host
 
 
-def _run_once(config: Config, factory: str, verb: str, fatal: int) -> None:
+def _run_once(config: Config, factory: str, operation: str, fatal: int) -> None:
     host = _make_host(factory, config)
     steps = Steps(fatal)
     sys.addaudithook(steps.on_audit)
     steps.watch_qmp()
-    asyncio.run(_run(host, config, verb, steps))
+    asyncio.run(_run(host, config, operation, steps))
     print(json.dumps({"steps": steps.count, "qmp": steps.qmp}), flush=True)
 
 
 def _serve() -> None:
     for line in sys.stdin:
-        config, factory, verb, fatal, output = json.loads(line)
+        config, factory, operation, fatal, output = json.loads(line)
         importlib.import_module(factory.rpartition(".")[0])
         if (child := os.fork()) == 0:
             with Path(output).open("w") as file:
@@ -264,7 +264,7 @@ def _serve() -> None:
             with Path("/dev/null").open() as nothing:
                 os.dup2(nothing.fileno(), 0)
             try:
-                _run_once(Config.model_validate_json(config), factory, verb, fatal)
+                _run_once(Config.model_validate_json(config), factory, operation, fatal)
             except BaseException:
                 traceback.print_exc()
                 os._exit(1)

@@ -48,7 +48,7 @@ class Block:
 
 
 @cache
-def blocks() -> list[Block]:
+def find_blocks() -> list[Block]:
     blocks = []
     for page in PAGES:
         text = page.read_text()
@@ -57,8 +57,8 @@ def blocks() -> list[Block]:
     return blocks
 
 
-def blocks_in(*languages: str) -> list[Any]:
-    return [pytest.param(block, id=str(block)) for block in blocks() if block.language in languages]
+def blocks_in_languages(*languages: str) -> list[Any]:
+    return [pytest.param(block, id=str(block)) for block in find_blocks() if block.language in languages]
 
 
 # --- pages -----------------------------------------------------------------------------------------------------------
@@ -80,10 +80,10 @@ def test_links_resolve(page: Path) -> None:
         assert target.exists(), f"{page.name}: the target of {link} does not exist"
         assert target.is_relative_to(REPOSITORY), f"{page.name}: the target of {link} is outside the repository"
         if anchor:
-            assert anchor in anchors(target), f"{page.name}: {target.name} has no heading for {link}"
+            assert anchor in find_anchors(target), f"{page.name}: {target.name} has no heading for {link}"
 
 
-def anchors(page: Path) -> set[str]:
+def find_anchors(page: Path) -> set[str]:
     """Return the anchors that GitHub generates for the headings of a page."""
     headings = re.findall(r"^#+ (.+)$", _FENCE.sub("", page.read_text()), re.MULTILINE)
     plain = (re.sub(r"[^\w\- ]", "", heading.lower()) for heading in headings)
@@ -107,7 +107,7 @@ def test_fences_are_closed_and_have_a_language(page: Path) -> None:
 
 
 @cache
-def modules() -> dict[str, dict[str, Any]]:
+def load_module_options() -> dict[str, dict[str, Any]]:
     """Return the options of each module by its full name, including those of its documentation fragments."""
     return {f"{COLLECTION}{path.stem}": _options(path) for path in (REPOSITORY / "plugins" / "modules").glob("*.py")}
 
@@ -131,7 +131,7 @@ def _documentation(path: Path) -> dict[str, Any]:
 
 
 @cache
-def roles() -> dict[str, dict[str, Any]]:
+def load_role_options() -> dict[str, dict[str, Any]]:
     """Return the options of each role by its full name."""
     options = {}
     for path in (REPOSITORY / "roles").glob("*/meta/argument_specs.yml"):
@@ -140,14 +140,14 @@ def roles() -> dict[str, dict[str, Any]]:
     return options
 
 
-def names_of(options: Mapping[str, Any]) -> set[str]:
+def option_names(options: Mapping[str, Any]) -> set[str]:
     """Return the names and the aliases of options."""
     return {name for key, option in options.items() for name in (key, *(option.get("aliases") or []))}
 
 
 def check_arguments(where: str, options: Mapping[str, Any], arguments: Mapping[str, Any]) -> None:
     """Check that every argument is one of ``options`` and has a valid value, and the same for suboptions."""
-    unknown = arguments.keys() - names_of(options)
+    unknown = arguments.keys() - option_names(options)
     assert not unknown, f"{where} has no option {', '.join(sorted(unknown))}"
     for name, value in arguments.items():
         option = next(each for key, each in options.items() if name in (key, *(each.get("aliases") or [])))
@@ -162,8 +162,8 @@ def check_arguments(where: str, options: Mapping[str, Any], arguments: Mapping[s
 def check_role(where: str, name: str, variables: Mapping[str, Any]) -> None:
     if not name.startswith(COLLECTION):
         return
-    assert name in roles(), f"{where}: there is no role {name}"
-    check_arguments(f"{where}: role {name}", roles()[name], variables)
+    assert name in load_role_options(), f"{where}: there is no role {name}"
+    check_arguments(f"{where}: role {name}", load_role_options()[name], variables)
     if "gateway_config" in variables:
         Config.model_validate(_without_templates(variables["gateway_config"]))
 
@@ -180,11 +180,13 @@ def check_task(where: str, task: Mapping[str, Any]) -> None:
             for inner in value:
                 check_task(where, inner)
         elif key.startswith(COLLECTION):
-            assert key in modules(), f"{where}: there is no module {key}"
-            check_arguments(f"{where}: {key}", modules()[key], value)
-            required = {name for name, option in modules()[key].items() if option.get("required")}
+            assert key in load_module_options(), f"{where}: there is no module {key}"
+            check_arguments(f"{where}: {key}", load_module_options()[key], value)
+            required = {name for name, option in load_module_options()[key].items() if option.get("required")}
             missing = [
-                name for name in required if not {name, *(modules()[key][name].get("aliases") or [])} & value.keys()
+                name
+                for name in required
+                if not {name, *(load_module_options()[key][name].get("aliases") or [])} & value.keys()
             ]
             assert not missing, f"{where}: {key} needs {', '.join(missing)}"
         elif key in ("ansible.builtin.include_role", "ansible.builtin.import_role"):
@@ -196,7 +198,7 @@ def check_play(where: str, play: Mapping[str, Any]) -> None:
     for entry in play.get("roles") or []:
         role: dict[str, Any] = {"role": entry} if isinstance(entry, str) else entry
         check_role(where, role["role"], role.get("vars") or {})
-    common = set.intersection(*(names_of(options) for options in modules().values()))
+    common = set.intersection(*(option_names(options) for options in load_module_options().values()))
     for group, defaults in (play.get("module_defaults") or {}).items():
         if group.startswith(f"group/{COLLECTION}"):
             groups = yaml.safe_load((REPOSITORY / "meta" / "runtime.yml").read_text())["action_groups"]
@@ -204,7 +206,7 @@ def check_play(where: str, play: Mapping[str, Any]) -> None:
             assert defaults.keys() <= common, f"{where}: {group} has no option {defaults.keys() - common}"
 
 
-@pytest.mark.parametrize("block", blocks_in("yaml", "yml"))
+@pytest.mark.parametrize("block", blocks_in_languages("yaml", "yml"))
 def test_plays_use_existing_modules_and_options(block: Block) -> None:
     data = yaml.safe_load(block.text)
     assert isinstance(data, list), f"{block}: this is neither a list of plays nor a list of tasks"
@@ -242,9 +244,13 @@ _OTHER_NAMES = {"gateway_default", "gateway_systemd"}
 
 
 @cache
-def variables() -> set[str]:
+def find_known_variables() -> set[str]:
     """Return the options of roles and modules, the facts that roles set, and the variables that playbooks read."""
-    names = {name for options in (*roles().values(), *modules().values()) for name in names_of(options)}
+    names = {
+        name
+        for options in (*load_role_options().values(), *load_module_options().values())
+        for name in option_names(options)
+    }
     for path in (REPOSITORY / "roles").glob("*/tasks/*.yml"):
         for task in yaml.safe_load(path.read_text()) or []:
             names |= set(_set_facts(task))
@@ -259,16 +265,18 @@ def _set_facts(task: Mapping[str, Any]) -> Iterator[str]:
         yield from _set_facts(inner)
 
 
-def unknown_variables(text: str) -> list[str]:
+def find_unknown_variables(text: str) -> list[str]:
     """Return the variables that occur in fenced or inline code in ``text``, but that nothing reads."""
     code = [match[2] for match in _FENCE.finditer(text)]
     code += re.findall(r"`([^`\n]+)`", _FENCE.sub("", text))
-    return sorted({match[0] for each in code for match in _VARIABLE.finditer(each)} - variables() - _OTHER_NAMES)
+    return sorted(
+        {match[0] for each in code for match in _VARIABLE.finditer(each)} - find_known_variables() - _OTHER_NAMES
+    )
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_variables_named_on_a_page_exist(page: Path) -> None:
-    assert unknown_variables(page.read_text()) == []
+    assert find_unknown_variables(page.read_text()) == []
 
 
 def check_ansible(argv: list[str]) -> None:
@@ -280,24 +288,28 @@ def check_ansible(argv: list[str]) -> None:
                 raise ValueError(f"there is no playbook {word}")
         for option, value in itertools.pairwise(argv):
             name = value.partition("=")[0]
-            if option in ("-e", "--extra-vars") and re.match(r"\w+=", value) and name not in names_in_playbooks():
+            if option in ("-e", "--extra-vars") and re.match(r"\w+=", value) and name not in find_words_in_playbooks():
                 raise ValueError(f"no playbook and no role reads the variable {name}")
     elif argv[0] == "ansible-doc":
         for word in argv[1:]:
             plugins = (REPOSITORY / "plugins").glob(f"*/{word.removeprefix(COLLECTION)}.py")
-            if word.startswith(COLLECTION) and word not in (*modules(), *roles()) and not list(plugins):
+            if (
+                word.startswith(COLLECTION)
+                and word not in (*load_module_options(), *load_role_options())
+                and not list(plugins)
+            ):
                 raise ValueError(f"there is no {word}")
 
 
 @cache
-def names_in_playbooks() -> set[str]:
+def find_words_in_playbooks() -> set[str]:
     """Return all words in the playbooks of the collection, and the options of roles."""
     texts = [path.read_text() for path in (REPOSITORY / "playbooks").rglob("*.yml")]
-    options = {name for role_options in roles().values() for name in names_of(role_options)}
+    options = {name for role_options in load_role_options().values() for name in option_names(role_options)}
     return options | {word for text in texts for word in re.findall(r"\w+", text)}
 
 
-@pytest.mark.parametrize("block", blocks_in("sh", "console", "bash", "text"))
+@pytest.mark.parametrize("block", blocks_in_languages("sh", "console", "bash", "text"))
 def test_ansible_commands_name_existing_objects(block: Block) -> None:
     for line in block.text.replace("\\\n", " ").splitlines():
         # The command may be a part of the line, for example in a crontab.
@@ -307,9 +319,11 @@ def test_ansible_commands_name_existing_objects(block: Block) -> None:
 
 
 def test_an_unknown_name_is_detected() -> None:
-    assert unknown_variables("Set `gateway_sokket` or `kvm_xfs_host_device`.") == ["gateway_sokket"]
-    assert unknown_variables("```sh\necho install_colour\n```\n") == ["install_colour"]
-    assert unknown_variables("See `engine/gateway_nothing.py`, `sandbox_gateway_nothing` and gateway_nothing.") == []
+    assert find_unknown_variables("Set `gateway_sokket` or `kvm_xfs_host_device`.") == ["gateway_sokket"]
+    assert find_unknown_variables("```sh\necho install_colour\n```\n") == ["install_colour"]
+    assert (
+        find_unknown_variables("See `engine/gateway_nothing.py`, `sandbox_gateway_nothing` and gateway_nothing.") == []
+    )
     invalid = (
         "ansible-playbook grove.sandbox.install_hots",
         "ansible-playbook grove.sandbox.install_host -e install_knd=jail_zfs",
@@ -325,7 +339,7 @@ def test_an_unknown_name_is_detected() -> None:
 # --- files -----------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("block", blocks_in("toml"))
+@pytest.mark.parametrize("block", blocks_in_languages("toml"))
 def test_toml_is_a_valid_configuration_or_recipe(block: Block) -> None:
     data = tomllib.loads(block.text)
     if "name" not in data:
@@ -339,7 +353,7 @@ def test_toml_is_a_valid_configuration_or_recipe(block: Block) -> None:
 # --- commands --------------------------------------------------------------------------------------------------------
 
 
-def commands(block: Block) -> Iterator[list[str]]:
+def split_commands(block: Block) -> Iterator[list[str]]:
     """Yield the simple commands of a shell block, without prompts, assignments and sudo. Pipelines are split."""
     console = block.language == "console"
     for line in block.text.replace("\\\n", " ").splitlines():
@@ -359,7 +373,7 @@ def commands(block: Block) -> Iterator[list[str]]:
                 command.append(word)
 
 
-def parse(root: typer.Typer, argv: list[str]) -> None:
+def parse_command(root: typer.Typer, argv: list[str]) -> None:
     """Parse a command line with the program's own parser, without running it. Raises ClickException."""
     command: Any = typer.main.get_command(root)
     parent: Any = None
@@ -410,7 +424,7 @@ def check_command(argv: list[str]) -> None:
             raise ValueError(f"./dev has no command {argv[1]}")
     elif program in PROGRAMS:
         try:
-            parse(PROGRAMS[program], argv[: argv.index(">")] if ">" in argv else argv)
+            parse_command(PROGRAMS[program], argv[: argv.index(">")] if ">" in argv else argv)
         except (click.exceptions.Exit, SystemExit):
             return
         except Exception as error:
@@ -420,9 +434,9 @@ def check_command(argv: list[str]) -> None:
             raise ValueError(f"{' '.join(argv)}: options go before SANDBOX, the program after --")
 
 
-@pytest.mark.parametrize("block", blocks_in("sh", "console", "bash"))
+@pytest.mark.parametrize("block", blocks_in_languages("sh", "console", "bash"))
 def test_commands_are_valid(block: Block) -> None:
-    for argv in commands(block):
+    for argv in split_commands(block):
         check_command(argv)
 
 
@@ -445,12 +459,12 @@ def test_an_invalid_command_is_detected() -> None:
         "./dev dance",
     )
     for line in invalid:
-        (argv,) = commands(Block(DOCS, 1, "sh", line))
+        (argv,) = split_commands(Block(DOCS, 1, "sh", line))
         with pytest.raises(ValueError, match=r"."):
             check_command(argv)
     valid = Block(DOCS, 1, "sh", "A=1 sudo sandboxctl --json list | sandboxctl exec --stdin one -- tar -x > out\n")
-    assert [argv[0] for argv in commands(valid)] == ["sandboxctl", "sandboxctl"]
-    for argv in commands(valid):
+    assert [argv[0] for argv in split_commands(valid)] == ["sandboxctl", "sandboxctl"]
+    for argv in split_commands(valid):
         check_command(argv)
 
 
@@ -458,13 +472,13 @@ def test_an_invalid_command_is_detected() -> None:
 
 
 @cache
-def routes() -> dict[str, set[str]]:
+def list_routes() -> dict[str, set[str]]:
     """Return the methods of each path in the OpenAPI document."""
     return {path: {method.upper() for method in item} for path, item in serving.document()["paths"].items()}
 
 
 def matches(path: str, method: str) -> bool:
-    for documented, methods in routes().items():
+    for documented, methods in list_routes().items():
         pattern = re.sub(r"\\\{\w+\\\}", "[^/]+", re.escape(documented))
         if re.fullmatch(pattern, path) and method in methods:
             return True
@@ -479,14 +493,14 @@ def test_documented_routes_exist() -> None:
 
 def test_every_route_is_documented() -> None:
     text = (DOCS / "api.md").read_text()
-    for path, methods in routes().items():
+    for path, methods in list_routes().items():
         for method in methods:
             assert f"`{method} {path}`" in text, f"api.md does not describe {method} {path}"
 
 
-@pytest.mark.parametrize("block", blocks_in("sh", "console", "bash"))
+@pytest.mark.parametrize("block", blocks_in_languages("sh", "console", "bash"))
 def test_example_requests_use_existing_routes(block: Block) -> None:
-    for argv in commands(block):
+    for argv in split_commands(block):
         if argv[0] != "curl" or any(word.lower().startswith("e2b-sandbox-") for word in argv):
             continue
         method = argv[argv.index("-X") + 1] if "-X" in argv else "GET"

@@ -21,18 +21,18 @@ PATH_PAGES = [REPOSITORY / name for name in ("CONTRIBUTING.md", "docs/architectu
 GENERATED_PATHS = {".venv", "docs/_site", "sandboxes/ID"}
 
 
-def quotes() -> list[str]:
+def find_quotes() -> list[str]:
     """Return the sentences that errors.md quotes, each of which is on its own line."""
     return re.findall(r"^> (.+)$", ERRORS.read_text(), re.MULTILINE)
 
 
 @cache
-def sentences() -> frozenset[str]:
+def find_sentences() -> frozenset[str]:
     """Return all strings in the code and all messages of roles, with … for each value."""
     python = (path for place in CODE for path in (REPOSITORY / place).rglob("*.py"))
-    texts = {text for path in python for text in _texts(path)}
+    texts = {text for path in python for text in _list_texts(path)}
     for path in (REPOSITORY / "roles").rglob("*.yml"):
-        texts |= set(_messages(yaml.load(path.read_text(), Loader=_Loader)))
+        texts |= set(_find_messages(yaml.load(path.read_text(), Loader=_Loader)))
     return frozenset(texts)
 
 
@@ -43,35 +43,35 @@ class _Loader(yaml.SafeLoader):
 _Loader.add_multi_constructor("!", lambda loader, suffix, node: getattr(node, "value", ""))
 
 
-def _texts(path: Path) -> Iterator[str]:
+def _list_texts(path: Path) -> Iterator[str]:
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, (ast.JoinedStr, ast.Constant, ast.BinOp)):
-            text = _literal(node)
+            text = _format_literal(node)
             if " " in text:
                 yield _normalize(text)
 
 
-def _literal(node: ast.AST) -> str:
+def _format_literal(node: ast.AST) -> str:
     match node:
         case ast.Constant(value=str(value)):
             return value
         case ast.JoinedStr(values=values):
             return "".join(each.value if isinstance(each, ast.Constant) else "…" for each in values)
         case ast.BinOp(left=left, right=right):
-            return _literal(left) + _literal(right)
+            return _format_literal(left) + _format_literal(right)
     return ""
 
 
-def _messages(data: Any) -> Iterator[str]:
+def _find_messages(data: Any) -> Iterator[str]:
     if isinstance(data, dict):
         for key, value in data.items():
             if key == "fail_msg":
                 yield _normalize(re.sub(r"{{.*?}}", "…", str(value), flags=re.DOTALL))
             else:
-                yield from _messages(value)
+                yield from _find_messages(value)
     elif isinstance(data, list):
         for each in data:
-            yield from _messages(each)
+            yield from _find_messages(each)
 
 
 def _normalize(text: str) -> str:
@@ -83,18 +83,18 @@ def test_the_guide_quotes_at_least_twenty_errors() -> None:
     assert numbers == [str(number) for number in range(1, 21)]
 
 
-@pytest.mark.parametrize("quote", quotes())
+@pytest.mark.parametrize("quote", find_quotes())
 def test_a_quoted_error_is_in_the_code(quote: str) -> None:
-    assert any(quote in sentence for sentence in sentences()), (
+    assert any(quote in sentence for sentence in find_sentences()), (
         f"errors.md quotes an error that the code does not contain: {quote}"
     )
 
 
 def test_an_invented_error_is_detected() -> None:
-    assert not any("the moon is full: wait for … days" in sentence for sentence in sentences())
+    assert not any("the moon is full: wait for … days" in sentence for sentence in find_sentences())
 
 
-def named_paths(page: Path) -> list[str]:
+def find_paths(page: Path) -> list[str]:
     """Return the files and directories that a page names in inline code."""
     prose = page.read_text()
     code = re.findall(r"`([\w.-]+(?:/[\w.*-]+)+/?)`", re.sub(r"^```.*?^```$", "", prose, flags=re.M | re.S))
@@ -105,11 +105,11 @@ def named_paths(page: Path) -> list[str]:
 def test_named_paths_exist(page: Path) -> None:
     """Paths may be relative to the repository or to one of the packages."""
     roots = (REPOSITORY, REPOSITORY / "gateway" / "src" / "sandbox_gateway", REPOSITORY / "gateway" / "src")
-    missing = [each for each in named_paths(page) if not any(list(root.glob(each)) for root in roots)]
+    missing = [each for each in find_paths(page) if not any(list(root.glob(each)) for root in roots)]
     assert missing == []
 
 
 def test_a_missing_path_is_detected(tmp_path: Path) -> None:
     page = tmp_path / "page.md"
     page.write_text("See `engine/nothing.py` and `tests/unit`.\n")
-    assert named_paths(page) == ["engine/nothing.py", "tests/unit"]
+    assert find_paths(page) == ["engine/nothing.py", "tests/unit"]

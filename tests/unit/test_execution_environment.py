@@ -38,7 +38,7 @@ def test_the_definition_has_version_3(definition: dict[str, Any]) -> None:
     assert definition["additional_build_steps"].keys() <= STEPS
 
 
-def test_it_installs_exactly_the_packages_that_the_tests_use(definition: dict[str, Any]) -> None:
+def test_the_definition_installs_exactly_the_packages_that_the_tests_use(definition: dict[str, Any]) -> None:
     dependencies = definition["dependencies"]
     assert dependencies["python_interpreter"]["package_system"] in dependencies["python_interpreter"]["python_path"]
     assert not {"ansible_core", "ansible_runner"} & dependencies.keys(), "ansible-builder installs these without hashes"
@@ -69,7 +69,7 @@ def test_the_installed_collection_is_this_one(definition: dict[str, Any]) -> Non
     assert set(re.findall(r"registry\.example/sandboxes:([\w.]+)", page)) == {galaxy["version"]}
 
 
-def test_the_file_is_valid_collection_metadata_too(definition: dict[str, Any]) -> None:
+def test_the_file_is_also_valid_collection_metadata(definition: dict[str, Any]) -> None:
     """When it reads a collection, ansible-builder requires ``python`` and ``system`` to be files below its root."""
     for kind in ("python", "system"):
         dependency_file = definition["dependencies"].get(kind)

@@ -1,4 +1,4 @@
-"""Tests for the gateway role's pack.py: the same source gives the same bytes, any other source another digest."""
+"""Tests for the gateway role's pack.py: the same source gives the same bytes, and any change gives another digest."""
 
 from __future__ import annotations
 

@@ -30,9 +30,9 @@ LISTS = sorted(
 
 
 @pytest.fixture(scope="module")
-def bill() -> dict[str, Any]:
-    bill: dict[str, Any] = json.loads((GATEWAY / "sbom.cdx.json").read_text())
-    return bill
+def sbom_document() -> dict[str, Any]:
+    sbom_document: dict[str, Any] = json.loads((GATEWAY / "sbom.cdx.json").read_text())
+    return sbom_document
 
 
 @pytest.mark.parametrize("path", LISTS, ids=lambda path: str(path.relative_to(REPOSITORY)))
@@ -55,33 +55,35 @@ def test_all_lists_pin_the_same_versions() -> None:
 
 def test_the_requirements_satisfy_the_gateway_package() -> None:
     project = tomllib.loads((GATEWAY / "pyproject.toml").read_text())
-    pins = {pin.name: pin for pin in sbom.host_pins([sbom.RUNTIME, *sbom.BUILD])}
+    pins = {pin.name: pin for pin in sbom.read_host_pins([sbom.RUNTIME_FILE, *sbom.BUILD_FILES])}
     for text in [*project["project"]["dependencies"], *project["build-system"]["requires"]]:
         requirement = Requirement(text)
         assert requirement.specifier.contains(pins[canonicalize_name(requirement.name)].version), text
 
 
 @pytest.mark.parametrize("host", sbom.HOSTS, ids=lambda host: host["sys_platform"])
-def test_every_host_gets_all_dependencies(bill: dict[str, Any], host: dict[str, str]) -> None:
+def test_every_host_gets_all_dependencies(sbom_document: dict[str, Any], host: dict[str, str]) -> None:
     """The packages of each kind of host include all their dependencies."""
     installed_refs = {
-        pin.reference for pin in sbom.host_pins([sbom.RUNTIME, *sbom.BUILD]) if sbom.is_for(pin.marker, host)
+        pin.reference
+        for pin in sbom.read_host_pins([sbom.RUNTIME_FILE, *sbom.BUILD_FILES])
+        if sbom.is_for_host(pin.marker, host)
     }
     numpy = any(reference.startswith("pkg:pypi/numpy@") for reference in installed_refs)
     assert numpy == (host["sys_platform"] == "linux")
-    dependencies = {entry["ref"]: set(entry["dependsOn"]) for entry in bill["dependencies"]}
+    dependencies = {entry["ref"]: set(entry["dependsOn"]) for entry in sbom_document["dependencies"]}
     assert not set().union(*(dependencies[reference] for reference in installed_refs)) - installed_refs
 
 
-def test_the_sbom_lists_exactly_the_pins(bill: dict[str, Any]) -> None:
+def test_the_sbom_lists_exactly_the_pins(sbom_document: dict[str, Any]) -> None:
     expected = {
         (pin.name, pin.version, pin.hashes, pin.marker, scope)
-        for names, scope in (([sbom.RUNTIME], "required"), (sbom.BUILD, "optional"))
-        for pin in sbom.host_pins(names)
+        for names, scope in (([sbom.RUNTIME_FILE], "required"), (sbom.BUILD_FILES, "optional"))
+        for pin in sbom.read_host_pins(names)
     }
-    assert {_describe_component(component) for component in bill["components"]} == expected
-    assert len(bill["components"]) == len(expected)
-    assert bill["metadata"]["component"]["version"] == sandbox_gateway.__version__
+    assert {_describe_component(component) for component in sbom_document["components"]} == expected
+    assert len(sbom_document["components"]) == len(expected)
+    assert sbom_document["metadata"]["component"]["version"] == sandbox_gateway.__version__
 
 
 def _describe_component(component: dict[str, Any]) -> tuple[object, ...]:
@@ -90,22 +92,24 @@ def _describe_component(component: dict[str, Any]) -> tuple[object, ...]:
     return component["name"], component["version"], hashes, *(markers or [""]), component["scope"]
 
 
-def test_the_sbom_has_the_licences_and_dependencies_of_installed_packages(bill: dict[str, Any]) -> None:
-    packages = sbom.installed(sys.path)
-    pins = {pin.name: pin for pin in sbom.host_pins([sbom.RUNTIME, *sbom.BUILD])}
-    dependencies = {entry["ref"]: entry["dependsOn"] for entry in bill["dependencies"]}
+def test_the_sbom_has_the_licences_and_dependencies_of_installed_packages(sbom_document: dict[str, Any]) -> None:
+    packages = sbom.find_packages(sys.path)
+    pins = {pin.name: pin for pin in sbom.read_host_pins([sbom.RUNTIME_FILE, *sbom.BUILD_FILES])}
+    dependencies = {entry["ref"]: entry["dependsOn"] for entry in sbom_document["dependencies"]}
     compared_count = 0
-    for component in bill["components"]:
+    for component in sbom_document["components"]:
         assert component["licenses"], component["name"]
         package = packages.get(component["name"])
         if package is not None and package.version == component["version"]:
             compared_count += 1
-            assert component["licenses"] == sbom.licences(package)
-            assert dependencies[component["bom-ref"]] == sbom.needed(package.requires or [], pins)
-    assert compared_count >= len(sbom.host_pins([sbom.RUNTIME])), "the test environment has other packages than a host"
+            assert component["licenses"] == sbom.licences_of(package)
+            assert dependencies[component["bom-ref"]] == sbom.find_references(package.requires or [], pins)
+    assert compared_count >= len(sbom.read_host_pins([sbom.RUNTIME_FILE])), (
+        "the test environment has other packages than a host"
+    )
 
 
-def test_the_sbom_is_valid_cyclonedx(bill: dict[str, Any]) -> None:
+def test_the_sbom_is_valid_cyclonedx(sbom_document: dict[str, Any]) -> None:
     validator = JsonStrictValidator(SchemaVersion.V1_6)
-    assert validator.validate_str(json.dumps(bill)) is None
-    assert validator.validate_str(json.dumps({**bill, "components": [{"name": "no type"}]})) is not None
+    assert validator.validate_str(json.dumps(sbom_document)) is None
+    assert validator.validate_str(json.dumps({**sbom_document, "components": [{"name": "no type"}]})) is not None

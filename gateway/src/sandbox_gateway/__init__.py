@@ -1,3 +1,3 @@
-"""The sandbox gateway: captures and forks sandboxes, behind one HTTP API."""
+"""The sandbox gateway: an HTTP API that captures and forks sandboxes."""
 
 __version__ = "0.1.0"

@@ -19,17 +19,17 @@ _PROXY_VARIABLES = ("http_proxy", "https_proxy", "ftp_proxy", "all_proxy", "no_p
 
 
 def child_environment(**variables: str) -> dict[str, str]:
-    """Return the complete environment of a child process: a few inherited variables, and ``variables``.
+    """Return the environment of a child process: a few inherited variables and ``variables``.
 
-    The rest of the gateway's environment is not passed on. It may contain keys and proxy passwords, and a guest may
-    take over a process that serves it.
+    The rest of the gateway's environment is not passed on, because it may contain keys and proxy passwords, and a
+    guest may take over a process that serves it.
     """
     inherited = {name: os.environ[name] for name in _INHERITED_VARIABLES if name in os.environ}
     return {**inherited, "LC_ALL": "C", **variables}
 
 
 def proxy_settings() -> dict[str, str]:
-    """Return the proxy variables of the gateway's environment, for a child that downloads packages."""
+    """Return the proxy variables from the gateway's environment, for a child that downloads packages."""
     names = [*_PROXY_VARIABLES, *map(str.upper, _PROXY_VARIABLES)]
     return {name: os.environ[name] for name in names if name in os.environ}
 

@@ -56,8 +56,8 @@ class InUse(GatewayError):
 class InUseExternally(InUse):
     """A host cannot remove an object, because something that the engine does not manage depends on it.
 
-    The engine catches this error and raises one that names the object. ``users``: by noun, the names of the users by
-    id. ``remedy``: a sentence.
+    The engine catches this error and raises one that names the object. ``users``: for each noun, the names of the users
+    by id. ``remedy``: a sentence.
     """
 
     def __init__(self, users: Mapping[str, Mapping[str, str]], remedy: str) -> None:

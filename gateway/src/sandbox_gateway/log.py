@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import Any
 
 _ROOT = "sandbox_gateway"
-_FILE_BYTES = 16 << 20
-_OLD_FILES = 3
+_MAX_FILE_BYTES = 16 << 20
+_ROTATED_FILES = 3
 
 
 class Logger:
@@ -50,7 +50,7 @@ class _LogFile(RotatingFileHandler):
     """A log file that is rotated, because anyone who sends requests can make it grow."""
 
     def __init__(self, path: Path) -> None:
-        super().__init__(path, maxBytes=_FILE_BYTES, backupCount=_OLD_FILES, encoding="utf-8")
+        super().__init__(path, maxBytes=_MAX_FILE_BYTES, backupCount=_ROTATED_FILES, encoding="utf-8")
 
     def _open(self) -> io.TextIOWrapper:
         stream = super()._open()
@@ -75,8 +75,8 @@ class _JsonFormatter(logging.Formatter):
 class _TextFormatter(logging.Formatter):
     def format(self, record: logging.LogRecord) -> str:
         fields = " ".join(f"{key}={_format_value(value)}" for key, value in getattr(record, "fields", {}).items())
-        clock = datetime.fromtimestamp(record.created, UTC).strftime("%H:%M:%S")
-        line = f"{clock} {record.levelname.lower():7} {record.getMessage()} {fields}".rstrip()
+        time_of_day = datetime.fromtimestamp(record.created, UTC).strftime("%H:%M:%S")
+        line = f"{time_of_day} {record.levelname.lower():7} {record.getMessage()} {fields}".rstrip()
         return f"{line}\n{self.formatException(record.exc_info)}" if record.exc_info else line
 
 

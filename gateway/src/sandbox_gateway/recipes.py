@@ -49,7 +49,8 @@ class Recipe(BaseModel):
     def _check_consistency(self) -> Recipe:
         if self.source is Source.ROOTFS and not self.path.startswith("/"):
             raise ValueError(
-                "a rootfs template needs the field 'path': the absolute path of a directory or tarball on the host"
+                "a rootfs template needs the field 'path': set it to the absolute path of a directory or "
+                "tarball on the host"
             )
         if self.source is Source.DEBOOTSTRAP and self.path:
             raise ValueError("'path' is valid only with 'from: rootfs': remove 'path', or set 'from: rootfs'")

@@ -92,7 +92,7 @@ class NetworkPolicy(_Part):
 
     @property
     def allows_egress(self) -> bool:
-        """Whether the sandbox can reach anything. If it cannot, it gets no name servers."""
+        """Return whether the sandbox can reach any address. If it cannot, it gets no name servers."""
         return self.allow_internet or bool(self.allow_out)
 
 
@@ -331,9 +331,9 @@ AnyRecord = TypeVar("AnyRecord", bound=_Record)
 
 def parse_record(kind: type[AnyRecord], data: Any) -> AnyRecord:
     """Return the record in ``data``, which was parsed from JSON. Raises NewerFormat, and ValidationError if damaged."""
-    written = data.get("format") if isinstance(data, dict) else None
-    if isinstance(written, int) and written > FORMAT:
-        raise NewerFormat(f"its format is {written}, and this release reads formats up to {FORMAT}")
+    record_format = data.get("format") if isinstance(data, dict) else None
+    if isinstance(record_format, int) and record_format > FORMAT:
+        raise NewerFormat(f"its format is {record_format}, and this release reads formats up to {FORMAT}")
     try:
         return kind.model_validate(data)
     except ValidationError as error:
@@ -346,13 +346,18 @@ def parse_record(kind: type[AnyRecord], data: Any) -> AnyRecord:
         raise
 
 
-def refuse_newer(found: Mapping[str, str]) -> None:
-    """Raise BackendFailed if ``found`` contains records that only a newer release can read: location → reason."""
-    if not found:
+def refuse_newer(newer_records: Mapping[str, str]) -> None:
+    """Raise BackendFailed if a newer release has written records that this release cannot read.
+
+    ``newer_records``: the reason for each location.
+    """
+    if not newer_records:
         return
-    location, reason = next(iter(found.items()))
-    more = {1: "", 2: ", as was 1 other record"}.get(len(found), f", as were {len(found) - 1} other records")
+    location, reason = next(iter(newer_records.items()))
+    others = {1: "", 2: ", as was 1 other record"}.get(
+        len(newer_records), f", as were {len(newer_records) - 1} other records"
+    )
     raise BackendFailed(
-        f"{location} was written by a newer release of the gateway ({reason}){more}. Nothing was changed. Install the "
-        "newer release again; to use this release, first delete these objects with the newer one"
+        f"{location} was written by a newer release of the gateway ({reason}){others}. Nothing was changed. Install "
+        "the newer release again; to use this release, first delete these objects with the newer one"
     )

@@ -86,7 +86,7 @@ async def wait_for_uninterruptible_tasks(seconds: float) -> bool:
 
 
 async def clean_up(log: Logger, *steps: Awaitable[Any]) -> None:
-    """Await all ``steps`` of undoing a failed operation, one after the other, despite failures and cancellation.
+    """Await all ``steps`` that undo a failed operation, one after the other, despite failures and cancellation.
 
     Failures are only logged, so that the caller can raise the error of the operation.
     """

@@ -40,7 +40,7 @@ class Connection(Local):
     has_pipelining = True
 
     @property
-    def _init(self):
+    def _init_pid(self):
         try:
             pid = Path(self.get_option("pid_file")).read_text().strip()
             if Path(f"/proc/{pid}/root").samefile(self.get_option("directory")):
@@ -52,11 +52,11 @@ class Connection(Local):
         )
 
     def exec_command(self, cmd, in_data=None, sudoable=True):
-        enter = ["nsenter", "--target", self._init, "--mount", "--uts", "--ipc", "--pid", "--", "/bin/sh", "-c", cmd]
-        return super().exec_command(shlex.join(enter), in_data=in_data, sudoable=sudoable)
+        argv = ["nsenter", "--target", self._init_pid, "--mount", "--uts", "--ipc", "--pid", "--", "/bin/sh", "-c", cmd]
+        return super().exec_command(shlex.join(argv), in_data=in_data, sudoable=sudoable)
 
     def put_file(self, in_path, out_path):
-        shutil.copyfile(in_path, f"/proc/{self._init}/root{out_path}")
+        shutil.copyfile(in_path, f"/proc/{self._init_pid}/root{out_path}")
 
     def fetch_file(self, in_path, out_path):
-        shutil.copyfile(f"/proc/{self._init}/root{in_path}", out_path)
+        shutil.copyfile(f"/proc/{self._init_pid}/root{in_path}", out_path)

@@ -1,4 +1,4 @@
-"""Check the host."""
+"""Check that the host runs the gateway, and that each sandbox has a jail and a clone."""
 
 import json
 import os

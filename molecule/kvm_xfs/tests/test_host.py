@@ -1,4 +1,4 @@
-"""Check the host."""
+"""Check that the host has a file system with reflinks and runs the gateway."""
 
 import json
 import os

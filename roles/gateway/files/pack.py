@@ -45,11 +45,11 @@ def write_archive(source, out):
     buffer = io.BytesIO()
     with tarfile.open(fileobj=buffer, mode="w", format=tarfile.USTAR_FORMAT) as archive:
         for name, path in list_members(source):
-            content = path.read_bytes()
+            contents = path.read_bytes()
             entry = tarfile.TarInfo(f"sandbox-gateway/{name}")
-            entry.size = len(content)
+            entry.size = len(contents)
             entry.mode = 0o644
-            archive.addfile(entry, io.BytesIO(content))
+            archive.addfile(entry, io.BytesIO(contents))
     compressed = gzip.compress(buffer.getvalue(), mtime=0)
     out.write_bytes(compressed)
     return hashlib.sha256(compressed).hexdigest()

@@ -19,7 +19,7 @@ from pathlib import Path
 KVM = Path("/dev/kvm")
 BOOT_MARKS = (b"Kernel panic", b"VFS: Cannot open root device", b"Run /")
 KERNEL_START_MARK = b"Linux version"
-SILENT_SECONDS = 8.0  # A kernel that prints nothing for this long is considered hung.
+MAX_SILENT_SECONDS = 8.0  # A kernel that prints nothing for this long is considered hung.
 
 
 def main():
@@ -94,8 +94,8 @@ def boot_guest(arguments, kernel):
         return arguments.accelerator, f"{kernel.name} booted on {arguments.accelerator}"
     if KERNEL_START_MARK in output:
         return "tcg", f"{KVM} opens, but a guest kernel on it stopped after its first lines"
-    last = output.decode(errors="replace").strip().splitlines()[-1:] or [""]
-    last_line = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]|[^ -~]", "", last[0])[:200] or "nothing"
+    last_lines = output.decode(errors="replace").strip().splitlines()[-1:] or [""]
+    last_line = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]|[^ -~]", "", last_lines[0])[:200] or "nothing"
     cause = "QEMU exited" if has_exited else "no further output within the time limit"
     return "tcg", f"{KVM} opens, but no guest kernel started on it ({cause}); last output: {last_line}"
 
@@ -110,7 +110,7 @@ def read_console(process, seconds):
     with selectors.DefaultSelector() as selector:
         selector.register(process.stdout, selectors.EVENT_READ)
         while not any(mark in output for mark in BOOT_MARKS):
-            if not selector.select(min(SILENT_SECONDS, max(0.0, deadline - time.monotonic()))):
+            if not selector.select(min(MAX_SILENT_SECONDS, max(0.0, deadline - time.monotonic()))):
                 return output, False
             chunk = os.read(process.stdout.fileno(), 65536)
             if not chunk:

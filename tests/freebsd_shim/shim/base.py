@@ -1,7 +1,7 @@
 """Shared code of the shim's commands: FreeBSD's error handling and getopt, the state directory, and system calls.
 
-There are few imports on purpose: a command must finish in about 10 ms, and importing ``re``, ``json``, ``pathlib`` or
-``subprocess`` takes about half of that.
+This module imports little on purpose: a command must finish in about 10 ms, and importing ``re``, ``json``, ``pathlib``
+or ``subprocess`` takes about half of that.
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ def unsupported(feature: str) -> SystemExit:
 
 
 class BadOption(Exception):
-    """There is an unknown option, or one without its argument. The error has already been printed."""
+    """An option is unknown or lacks its argument. The error has already been printed."""
 
 
 def getopt(argv: list[str], spec: str) -> tuple[list[tuple[str, str]], list[str]]:

@@ -23,7 +23,7 @@ FAMILIES = {"ether", "link", "lladdr", "inet", "inet6"}
 CLONERS = ("bridge", "epair")
 
 # Parameters of basic_cmds[], ifbridge.c and ifgroup.c that the shim supports and that have an argument.
-WITH_ARGUMENT = {
+PARAMETERS_WITH_ARGUMENT = {
     "addm",
     "deletem",
     "private",
@@ -97,9 +97,9 @@ def main(argv: list[str]) -> int:
 
 
 def jail_netlink(key: str) -> net.NetlinkSocket:
-    """Open a socket in the vnet of a jail (-j). The message is that of Perror() with the errno of jail_getid()."""
+    """Open a socket in the vnet of a jail (-j). The error is that of Perror() with the errno of jail_getid()."""
     try:
-        return net.net_of(prison.find(key)["holder"])
+        return net.open_netlink(prison.find(key)["holder"])
     except prison.JailError:
         raise base.err(1, "jail not found", errno.ENOENT) from None
 
@@ -151,7 +151,7 @@ def apply(netlink: net.NetlinkSocket, name: str, words: list[str], family: str, 
 def apply_parameter(change: InterfaceChange, words: list[str], index: int) -> int:
     """Apply the parameter at ``words[index]``. Returns the number of words that it consumed."""
     word = words[index]
-    if word in WITH_ARGUMENT:
+    if word in PARAMETERS_WITH_ARGUMENT:
         if index + 1 >= len(words):
             raise base.errx(1, f"'{word}' requires argument")
         apply_argument(change, word, words[index + 1])
@@ -357,7 +357,7 @@ def find_jail(key: str) -> prison.Jail:
 def move_to_jail(change: InterfaceChange, key: str) -> None:
     jail, link = find_jail(key), change.link()
     # "Do not try to move the iface from and to the same prison", nor to an existing name: EEXIST
-    if not jail["vnet"] or net.net_of(jail["holder"]).link(link.name) is not None:
+    if not jail["vnet"] or net.open_netlink(jail["holder"]).link(link.name) is not None:
         raise base.err(1, "SIOCSIFVNET", errno.EEXIST)
     try_or_exit("SIOCSIFVNET", lambda: change.net.change(link.index, net.number(net.LINK_NS_PID, jail["holder"])))
 
@@ -367,14 +367,14 @@ def take_from_jail(change: InterfaceChange, key: str) -> None:
     operation = f"SIOCSIFRVNET({jail['jid']}, {change.name})"
     if not jail["vnet"]:
         raise base.err(1, operation, errno.EEXIST)
-    jail_socket = net.net_of(jail["holder"])
+    jail_socket = net.open_netlink(jail["holder"])
     link = jail_socket.link(change.name)
     if link is None:
         raise base.err(1, operation, errno.ENXIO)
-    home = net.own_namespace()
-    move = net.attribute(net.LINK_NS_FD, home.to_bytes(4, "little"))
+    home_fd = net.own_namespace()
+    move = net.attribute(net.LINK_NS_FD, home_fd.to_bytes(4, "little"))
     try_or_exit(operation, lambda: jail_socket.change(link.index, move))
-    os.close(home)
+    os.close(home_fd)
 
 
 # ---- bridge: ifbridge.c, sys/net/if_bridge.c ----------------------------------------------------------------------
@@ -556,7 +556,7 @@ def flags_of(link: net.Link) -> int:
 def show(netlink: net.NetlinkSocket, links: list[net.Link], names: list[str], family: str) -> int:
     """Print the interfaces ``names``. See status() in ifconfig.c."""
     addresses = netlink.addresses()
-    isolated = netlink.isolated()
+    isolated = netlink.isolated_members()
     for link in links:
         if link.name not in names:
             continue

@@ -18,7 +18,7 @@ usage: jail [-dhilqv] [-J jid_file] [-u username] [-U username]
             path hostname [ip[,...]] command ..."""
 
 # usr.sbin/jail/config.c intparams[]: parameters that only jail(8) itself uses, with the types that it checks.
-PSEUDO = {
+PSEUDO_PARAMETERS = {
     "allow.dying": "B",
     "command": "",
     "depend": "",
@@ -50,8 +50,8 @@ PSEUDO = {
     "zfs.dataset": "",
 }
 # Accepted without effect, as for any jail without jail.conf: only "jail -r" with jail.conf uses them.
-ONLY_AT_STOP = {"exec.stop", "exec.prestop", "exec.poststop", "exec.release", "stop.timeout"}
-SUPPORTED = ONLY_AT_STOP | {
+STOP_PARAMETERS = {"exec.stop", "exec.prestop", "exec.poststop", "exec.release", "stop.timeout"}
+SUPPORTED_PARAMETERS = STOP_PARAMETERS | {
     "command",
     "exec.clean",
     "exec.poststart",
@@ -98,7 +98,7 @@ class JailConfig:
         values = self.settings.get(name)
         return values[-1] if values else None
 
-    def flag(self, name: str) -> bool:
+    def is_set(self, name: str) -> bool:
         """Return whether a boolean parameter is set. See bool_param() in config.c."""
         for existing, values in self.settings.items():
             if is_same_option(existing, name):
@@ -112,8 +112,8 @@ class JailConfig:
         """Check and convert the settings. See check_intparams() and import_params()."""
         has_errors = False
         for name, values in self.settings.items():
-            option = name if name in PSEUDO else prison.strip_no(name) or name
-            if option not in PSEUDO:
+            option = name if name in PSEUDO_PARAMETERS else prison.strip_no(name) or name
+            if option not in PSEUDO_PARAMETERS:
                 try:
                     key, value = prison.convert(name, values[-1] if values else None)
                     self.values[key] = value
@@ -121,19 +121,19 @@ class JailConfig:
                     base.warnx(str(error))
                     has_errors = True
                 continue
-            type_, value = PSEUDO[option], values[-1] if values else None
+            type_, value = PSEUDO_PARAMETERS[option], values[-1] if values else None
             if value is not None and type_ == "B" and not is_boolean(value):
                 base.warnx(f'{name}: unknown boolean value "{value}"')
                 has_errors = True
             elif value is not None and type_ == "I" and not prison.is_integer(value):
                 base.warnx(f'{name}: non-integer value "{value}"')
                 has_errors = True
-            elif option not in SUPPORTED:
+            elif option not in SUPPORTED_PARAMETERS:
                 raise base.unsupported(f"the parameter {option}")
         if has_errors:
             raise StepFailed
 
-    def running(self) -> prison.Jail | None:
+    def find_running(self) -> prison.Jail | None:
         """Return the running jail with this jid or name. See running_jid()."""
         key = self.last("jid") or self.last("name")
         try:
@@ -210,7 +210,7 @@ def collect_settings(config: JailConfig, words: list[str]) -> None:
 def start(config: JailConfig, print_jid: bool) -> int:
     """Run the steps of startcommands[]. If one fails, undo it and the previous ones in reverse order."""
     config.check_settings()
-    if config.running() is not None:
+    if config.find_running() is not None:
         base.warnx(f'"{config.label()}" already exists')
         return 1
     steps = [
@@ -242,7 +242,7 @@ def step_values(config: JailConfig, name: str) -> list[str]:
     if name == "":
         return [""]
     if name == "mount.devfs":
-        return [""] if config.flag(name) else []
+        return [""] if config.is_set(name) else []
     if name == "command":
         return [""] if config.settings.get(name) else []
     return [value for value in config.settings.get(name, []) if value]
@@ -408,7 +408,7 @@ def run_in_child(config: JailConfig, words: list[str], inside: bool, background:
                 jexec_.proxy_process(child)
             if background and os.fork():
                 os._exit(0)  # The command becomes a child of the holder, not of the host's init.
-        if config.flag("exec.clean"):
+        if config.is_set("exec.clean"):
             environ = {"PATH": "/bin:/usr/bin", "USER": "root", "HOME": "/root", "SHELL": "/bin/sh"}
             if "TERM" in os.environ:
                 environ["TERM"] = os.environ["TERM"]
@@ -463,7 +463,7 @@ def clear_persist(config: JailConfig) -> None:
 def update(config: JailConfig) -> int:
     """Change the parameters of a running jail. See rdtun_params() and jail_set(JAIL_UPDATE)."""
     config.check_settings()
-    jail = config.running()
+    jail = config.find_running()
     if jail is None:
         base.warnx(f'"{config.label()}" not found' if config.label() else "no jail specified")
         return 1

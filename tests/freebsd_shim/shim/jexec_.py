@@ -11,7 +11,7 @@ from shim import base, prison
 USAGE = """\
 usage: jexec [-l] [-d working-directory] [-u username | -U username] jail
        [command ...]"""
-FORWARDED = (
+FORWARDED_SIGNALS = (
     _signal.SIGHUP,
     _signal.SIGINT,
     _signal.SIGQUIT,
@@ -73,7 +73,7 @@ def main(argv: list[str]) -> int:
         jail = prison.find(rest[0])
     except prison.JailError as error:
         raise base.errx(1, str(error)) from None
-    old_mask = _signal.pthread_sigmask(_signal.SIG_BLOCK, FORWARDED)
+    old_mask = _signal.pthread_sigmask(_signal.SIG_BLOCK, FORWARDED_SIGNALS)
     child = prison.attach(jail)
     if child:
         proxy_process(child)
@@ -120,9 +120,9 @@ def proxy_process(child: int) -> None:
 
     On FreeBSD, jexec itself becomes the command. On Linux, a process cannot enter a pid namespace; only its child can.
     """
-    for number in FORWARDED:
+    for number in FORWARDED_SIGNALS:
         _signal.signal(number, lambda signal_number, _: forward(child, signal_number))
-    _signal.pthread_sigmask(_signal.SIG_UNBLOCK, FORWARDED)
+    _signal.pthread_sigmask(_signal.SIG_UNBLOCK, FORWARDED_SIGNALS)
     _, status = os.waitpid(child, 0)
     sys.stdout.flush()
     if not os.WIFSIGNALED(status):

@@ -24,7 +24,7 @@ DEFAULTS = {
 }
 
 
-def value(jail: prison.Jail, name: str) -> str:
+def format_value(jail: prison.Jail, name: str) -> str:
     """Return the text of a parameter's value, or "" if it has no value. See jailparam_export()."""
     parameter, kind, is_negated = prison.look_up_parameter(name)
     result: object
@@ -96,10 +96,10 @@ def show_json(jails: list[prison.Jail], names: list[str], by_name: bool) -> None
     rows = []
     for jail in jails:
         if names:
-            fields = ",".join(f"{base.quote_json(name)}:{base.quote_json(value(jail, name))}" for name in names)
+            fields = ",".join(f"{base.quote_json(name)}:{base.quote_json(format_value(jail, name))}" for name in names)
         else:
             first = f'"name":{base.quote_json(jail["name"])}' if by_name else f'"jid":{jail["jid"]}'
-            hostname, path = base.quote_json(value(jail, "host.hostname")), base.quote_json(jail["path"])
+            hostname, path = base.quote_json(format_value(jail, "host.hostname")), base.quote_json(jail["path"])
             fields = f'{first},"ipv4":"","hostname":{hostname},"path":{path}'
         rows.append("{" + fields + "}")
     base.print_line('{"__version": "2", "jail-information": {"jail": [' + ", ".join(rows) + "]}}")
@@ -112,7 +112,7 @@ def show_names(jails: list[prison.Jail], names: list[str], option_letters: set[s
         words = []
         for name in names:
             parameter, kind, is_negated = prison.look_up_parameter(name)
-            text = value(jail, name)
+            text = format_value(jail, name)
             if "n" in option_letters and kind[0] == "B":
                 head, dot, tail = parameter.rpartition(".")
                 is_on = (text == "true") != is_negated
@@ -131,5 +131,5 @@ def show(jails: list[prison.Jail], by_name: bool) -> None:
         base.print_line("   JID  IP Address      Hostname                      Path")
     for jail in jails:
         first = f" {jail['name']:<15} " if by_name else f"{jail['jid']:>6}  "
-        hostname = value(jail, "host.hostname")[:29]
+        hostname = format_value(jail, "host.hostname")[:29]
         base.print_line(f"{first}{'':<15} {hostname:<29} {jail['path'][:74]}")

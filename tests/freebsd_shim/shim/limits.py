@@ -1,4 +1,4 @@
-"""Enforce rctl rules with cgroups version 1: a jail that has rules has a cgroup in pids, memory and cpu."""
+"""Enforce rctl rules with cgroups version 1: a jail with rules has a cgroup in each of pids, memory and cpu."""
 
 from __future__ import annotations
 
@@ -92,7 +92,7 @@ def remove_limits(jail: str) -> None:
         except FileNotFoundError:
             continue
         move(os.path.join(ROOT, controller, "cgroup.procs"), pids)
-        remove_empty(path)
+        remove_empty_cgroups(path)
 
 
 def purge() -> None:
@@ -106,7 +106,7 @@ def purge() -> None:
         remove_limits(name)
 
 
-def remove_empty(path: str) -> None:
+def remove_empty_cgroups(path: str) -> None:
     """Remove a cgroup and those of its ancestors that are empty and belong to the shim."""
     while "freebsd_shim" in path:
         try:

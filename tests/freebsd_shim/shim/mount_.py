@@ -44,16 +44,16 @@ LINKS = {"stdin": "fd/0", "stdout": "fd/1", "stderr": "fd/2", "fd": "/proc/self/
 class Mount:
     """An entry of the mount table.
 
-    ``node`` is the original mount point (statfs.f_mntonname, which vfs_mount_alloc() sets). ``place`` is the current
-    one, because directories above it may be renamed. ``fingerprint`` distinguishes the mount from a later one, because
-    the kernel reuses the number and the device of a removed mount.
+    ``node`` is the original mount point (statfs.f_mntonname, which vfs_mount_alloc() sets). ``current_path`` differs
+    from it if a directory above it was renamed. ``fingerprint`` distinguishes the mount from a later one, because the
+    kernel reuses the number and the device of a removed mount.
     """
 
     def __init__(
         self, identity: int, special: str, node: str, fstype: str, options: list[str], fsid: str, fingerprint: str
     ) -> None:
         self.identity, self.special, self.node, self.fstype = identity, special, node, fstype
-        self.options, self.fsid, self.place, self.fingerprint = options, fsid, node, fingerprint
+        self.options, self.fsid, self.current_path, self.fingerprint = options, fsid, node, fingerprint
 
 
 def unescape(text: str) -> str:
@@ -96,15 +96,15 @@ def kernel_table() -> list[Mount]:
 def table() -> list[Mount]:
     """Return the mount table as FreeBSD would show it, oldest mount first."""
     records = {record["id"]: record for record in base.load("mounts", {"mounts": []})["mounts"]}
-    mounts, hidden_places = [], []
+    mounts, hidden_paths = [], []
     for each in kernel_table():
         record = records.get(each.identity)
         if record is not None and record["what"] == each.fingerprint:
             each.special, each.fstype, each.fsid = record["special"], record["fstype"], record["fsid"]
             each.options, each.node = record["options"], record["node"]
             if each.fstype == "devfs":
-                hidden_places.append(each.place + "/pts")
-        if not (each.fstype == "devpts" and each.place in hidden_places):
+                hidden_paths.append(each.current_path + "/pts")
+        if not (each.fstype == "devpts" and each.current_path in hidden_paths):
             mounts.append(each)
     return mounts
 
@@ -223,8 +223,8 @@ def options_of(words: list[str], fstype_options: tuple[str, ...]) -> tuple[list[
 
 
 def check_cover(node: str, options: list[str]) -> int:
-    """Return an errno if the options forbid to cover this mount point, else 0. See vfs_domount() in vfs_mount.c."""
-    if "nocover" in options and any(each.place == node for each in table()):
+    """Return an errno if the options forbid covering this mount point, else 0. See vfs_domount() in vfs_mount.c."""
+    if "nocover" in options and any(each.current_path == node for each in table()):
         return errno.EBUSY
     if "emptydir" in options and os.listdir(node):
         return errno.ENOTEMPTY
@@ -242,7 +242,7 @@ def mount_nullfs(special: str, node: str, words: list[str]) -> int:
         raise base.err(1, f"{node}: mount option <{unknown}> is unknown", errno.EINVAL)
     number = check_cover(node, options)
     if not number and any(
-        each.fstype == "nullfs" and each.place == node and each.special == source for each in table()
+        each.fstype == "nullfs" and each.current_path == node and each.special == source for each in table()
     ):
         number = errno.EDEADLK  # nullfs_mount(): "Check multi null mount"
     if number:
@@ -267,7 +267,7 @@ def bind(source: str, node: str, attributes: int) -> tuple[str, int]:
 
 
 def mount_devfs(special: str, node: str, words: list[str]) -> int:
-    """Mount a devfs, which is listed as "devfs" for any ``special``. See mount_fs.c and devfs_vfsops.c."""
+    """Mount devfs. The mount table shows "devfs" instead of ``special``. See mount_fs.c and devfs_vfsops.c."""
     mount_options, unknown = options_of(words, ("from", "ruleset", "export"))
     if unknown:
         raise base.err(1, f"{special}: mount option <{unknown}> is unknown", errno.EINVAL)
@@ -425,12 +425,12 @@ def find_mount(name: str) -> Mount | None:
 
 def remove_mount(mount: Mount, force: bool) -> None:
     """Unmount a file system. For devfs, unmount the shim's devpts first."""
-    pts = os.path.join(mount.place, "pts")
-    if mount.fstype == "devfs" and any(each.place == pts for each in kernel_table()):
+    pts = os.path.join(mount.current_path, "pts")
+    if mount.fstype == "devfs" and any(each.current_path == pts for each in kernel_table()):
         base.umount_syscall(pts, base.MNT_DETACH if force else 0)
     if force and is_open(mount.identity):
         keep_underlying_busy(mount)
-    retry_after_renames(mount, lambda: base.umount_syscall(mount.place, base.MNT_DETACH if force else 0))
+    retry_after_renames(mount, lambda: base.umount_syscall(mount.current_path, base.MNT_DETACH if force else 0))
 
 
 def retry_after_renames(mount: Mount, action: object) -> object:
@@ -450,11 +450,11 @@ def retry_after_renames(mount: Mount, action: object) -> object:
         ]
         if not matching:
             raise OSError(errno.EINVAL, "the mount does not exist any more")
-        mount.place = matching[0].place
+        mount.current_path = matching[0].current_path
 
 
 def open_root(mount: Mount) -> int:
-    fd = os.open(mount.place, os.O_PATH | os.O_DIRECTORY)
+    fd = os.open(mount.current_path, os.O_PATH | os.O_DIRECTORY)
     if mount_of(f"/proc/self/fdinfo/{fd}") != mount.identity:
         os.close(fd)
         raise OSError(errno.ENOENT, "another mount covers the path")

@@ -153,7 +153,7 @@ class NetlinkSocket:
     def delete(self, index: int) -> None:
         self.request(DELLINK, ACK, struct.pack("=BxHiII", 0, 0, index, 0, 0))
 
-    def isolated(self) -> set[int]:
+    def isolated_members(self) -> set[int]:
         """Return the indexes of isolated bridge members, which cannot reach each other."""
         indexes = set()
         for _, body in self.request(GETLINK, DUMP, struct.pack("=BxHiII", 7, 0, 0, 0, 0)):
@@ -213,7 +213,7 @@ def own_namespace() -> int:
     return os.open("/proc/self/ns/net", os.O_RDONLY | os.O_CLOEXEC)
 
 
-def net_of(holder: int) -> NetlinkSocket:
+def open_netlink(holder: int) -> NetlinkSocket:
     """Open a netlink socket in the network namespace of the process ``holder``. This process stays in its own."""
     home_fd = own_namespace()
     target_fd = os.open(f"/proc/{holder}/ns/net", os.O_RDONLY | os.O_CLOEXEC)

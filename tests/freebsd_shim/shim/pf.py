@@ -139,7 +139,7 @@ class TokenStream:
     def next(self) -> str:
         word = self.peek()
         if not word:
-            raise self.problem()
+            raise self.syntax_error()
         self.at += 1
         return word
 
@@ -149,11 +149,11 @@ class TokenStream:
             return self.next()
         return ""
 
-    def need(self, word: str) -> None:
+    def expect(self, word: str) -> None:
         if self.next() != word:
-            raise self.problem()
+            raise self.syntax_error()
 
-    def problem(self, message: str = "syntax error") -> RuleSyntaxError:
+    def syntax_error(self, message: str = "syntax error") -> RuleSyntaxError:
         if self.peek() in UNSUPPORTED:
             raise base.unsupported(f"{self.peek()} in pf rules")
         return RuleSyntaxError(self.line, message)
@@ -176,7 +176,7 @@ def parse_statement(result: Ruleset, words: TokenStream, main: bool) -> None:
     elif first in ("anchor", "nat-anchor", "rdr-anchor"):
         name = words.next()
         if not name.startswith('"') and not name[0].isalpha():
-            raise words.problem()
+            raise words.syntax_error()
         rule = {"what": first, "anchor": name.removeprefix('"')}
         words.take("all")
         (result.filter if first == "anchor" else result.nat).append(rule)
@@ -186,10 +186,10 @@ def parse_statement(result: Ruleset, words: TokenStream, main: bool) -> None:
         is_negated = first == "no"
         kind = words.next() if is_negated else first
         if kind not in ("nat", "rdr"):
-            raise words.problem()
+            raise words.syntax_error()
         result.nat += parse_translation(kind, is_negated, words)
     if words.peek():
-        raise words.problem()
+        raise words.syntax_error()
 
 
 def parse_option(result: Ruleset, words: TokenStream, main: bool) -> None:
@@ -197,17 +197,17 @@ def parse_option(result: Ruleset, words: TokenStream, main: bool) -> None:
         raise base.unsupported("set in an anchor")
     name = words.next()
     if name == "skip":
-        words.need("on")
+        words.expect("on")
         result.skip = words.take_list(lambda each: each.next())
     elif name == "block-policy":
         policy = words.next()
         if policy not in ("drop", "return"):
-            raise words.problem()
+            raise words.syntax_error()
         result.block_return = policy == "return"
     elif name in UNSUPPORTED:
         raise base.unsupported(f"set {name} in pf rules")
     else:
-        raise words.problem()
+        raise words.syntax_error()
 
 
 def parse_filter_rule(result: Ruleset, action: str, words: TokenStream) -> list[Rule]:
@@ -231,7 +231,7 @@ def parse_filter_rule(result: Ruleset, action: str, words: TokenStream) -> list[
             words.next()
         else:
             words.at -= 1
-            raise words.problem()
+            raise words.syntax_error()
     for each in rules:
         each["state"] = "" if action == "block" else state
         each["flags"] = flags or ("S/SA" if each["state"] == "keep" and each["proto"] in ("", "tcp") else "")
@@ -247,14 +247,14 @@ def parse_translation(kind: str, is_negated: bool, words: TokenStream) -> list[R
     target, port = "", ""
     if is_negated:
         if words.peek() == "->":
-            raise words.problem()
+            raise words.syntax_error()
     else:
-        words.need("->")
+        words.expect("->")
         target = "(" + words.next() + ")" if words.take("(") else words.next()
         if target.startswith("("):
-            words.need(")")
+            words.expect(")")
         elif not family_of(target.partition("/")[0]):
-            raise words.problem()
+            raise words.syntax_error()
         if words.take("port"):
             port = words.next()
             if kind == "nat" or ":" in port:
@@ -262,7 +262,7 @@ def parse_translation(kind: str, is_negated: bool, words: TokenStream) -> list[R
             parse_number(words, port)
     for each in rules:
         if each["what"] == "rdr" and port and each["proto"] not in ("tcp", "udp"):
-            raise words.problem("port only applies to tcp/udp")
+            raise words.syntax_error("port only applies to tcp/udp")
         each["to"], each["toport"] = target, port
         if target and not target.startswith("("):
             each["af"] = each["af"] or family_of(target.partition("/")[0])
@@ -288,13 +288,13 @@ def parse_match(rule: Rule, words: TokenStream) -> list[Rule]:
                     for target in targets:
                         for dport in dports:
                             if (sport or dport) and proto not in ("tcp", "udp"):
-                                raise words.problem("port only applies to tcp/udp")
+                                raise words.syntax_error("port only applies to tcp/udp")
                             fields = {"on": interface, "af": af, "proto": proto, "source": source, "sport": sport}
                             fields |= {"target": target, "dport": dport}
                             if adopt_family(fields, words):
                                 rules.append({**rule, **fields})
     if not rules:
-        raise words.problem("rule expands to no valid combination")
+        raise words.syntax_error("rule expands to no valid combination")
     return rules
 
 
@@ -315,14 +315,14 @@ def parse_interface(words: TokenStream) -> str:
     if name == "any":
         raise base.unsupported("on any in pf rules")
     if not name[0].isalnum() or len(name) > 15:
-        raise words.problem()
+        raise words.syntax_error()
     return negation + name
 
 
 def parse_protocol(words: TokenStream) -> str:
     name = words.next()
     if name not in ("tcp", "udp", "icmp", "icmp6", "ipv6-icmp"):
-        raise base.unsupported(f"proto {name} in pf rules") if name.isalnum() else words.problem()
+        raise base.unsupported(f"proto {name} in pf rules") if name.isalnum() else words.syntax_error()
     return name
 
 
@@ -342,10 +342,10 @@ def parse_host(words: TokenStream) -> str:
     word = words.next()
     if word == "any":
         if negation:
-            raise words.problem()
+            raise words.syntax_error()
         return "any"
     if word == "(" and words.take("self"):
-        words.need(")")  # All addresses that this machine has when a packet arrives.
+        words.expect(")")  # All addresses that this machine has when a packet arrives.
         return negation + "(self)"
     if word in ("<", "("):
         raise base.unsupported("tables and interface addresses in pf rules")
@@ -353,10 +353,10 @@ def parse_host(words: TokenStream) -> str:
     af = family_of(text)
     if not af:
         if word in KEYWORDS or not text[0].isalnum():
-            raise words.problem()
+            raise words.syntax_error()
         raise base.unsupported(f"the host {word} (no address) in pf rules")
     if slash and not (length.isdigit() and int(length) <= (32 if af == "inet" else 128)):
-        raise words.problem("illegal netmask")
+        raise words.syntax_error("illegal netmask")
     return negation + (apply_mask(text, af, int(length)) if slash else text)
 
 
@@ -387,12 +387,12 @@ def parse_port(words: TokenStream) -> str:
 def parse_number(words: TokenStream, text: str) -> int:
     if text.isdigit():
         if int(text) > 65535:
-            raise words.problem("illegal port value " + text)
+            raise words.syntax_error("illegal port value " + text)
         return int(text)
     try:
         return int(_socket.getservbyname(text))
     except OSError:
-        raise words.problem(f"unknown port {text}") from None
+        raise words.syntax_error(f"unknown port {text}") from None
 
 
 # ---- printing -------------------------------------------------------------------------------------------------------

@@ -12,9 +12,9 @@ usage: pfctl [-AdeghMmNnOPqRrvz] [-a anchor] [-D macro=value] [-F modifier]
 \t[-f file] [-i interface] [-K host | network]
 \t[-k host | network | gateway | label | id] [-o level] [-p device]
 \t[-s modifier] [-t table -T command [address ...]] [-x level]"""
-EMPTY = {"enabled": True, "skip": [], "rules": {}}
-SHOWABLE = ("nat", "rules", "Anchors", "info")
-FLUSHABLE = ("nat", "rules", "all")
+INITIAL_STATE = {"enabled": True, "skip": [], "rules": {}}
+SHOW_MODIFIERS = ("nat", "rules", "Anchors", "info")
+FLUSH_MODIFIERS = ("nat", "rules", "all")
 MODIFIERS = (
     "ether nat queue rules Anchors Sources states info Running labels timeouts memory Tables osfp Interfaces all "
     "creatorids Reset"
@@ -35,13 +35,13 @@ def main(argv: list[str]) -> int:
     anchor = values.get("a", "").strip("/")
     if any(len(part) >= 64 for part in anchor.split("/")):  # PF_ANCHOR_NAME_SIZE
         raise base.errx(1, f"anchor name '{anchor}' too long")
-    shown_modifier = find_modifier(values, "s", SHOWABLE)
-    flushed_modifier = find_modifier(values, "F", FLUSHABLE)
+    shown_modifier = find_modifier(values, "s", SHOW_MODIFIERS)
+    flushed_modifier = find_modifier(values, "F", FLUSH_MODIFIERS)
     if base.knob("pf.loaded") != "1":
         raise base.err(1, "/dev/pf", errno.ENOENT)
     quiet = "q" in values
     with base.locked():
-        state = {**EMPTY, **base.load("pf", EMPTY)}
+        state = {**INITIAL_STATE, **base.load("pf", INITIAL_STATE)}
         if shown_modifier:
             show(state, anchor, shown_modifier, "P" in values)
         if flushed_modifier:

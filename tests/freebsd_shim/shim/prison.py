@@ -130,7 +130,10 @@ def is_integer(text: str) -> bool:
 
 
 def start_time(pid: int) -> int:
-    """Return the start time of a process in clock ticks since boot, or 0 if it is not running. Detects reused pids."""
+    """Return the start time of a process in clock ticks since boot, or 0 if it is not running.
+
+    A process with a reused pid has another start time.
+    """
     try:
         with open(f"/proc/{pid}/stat", "rb") as file:
             fields = file.read().rpartition(b")")[2].split()
@@ -151,7 +154,7 @@ def table() -> dict:  # type: ignore[type-arg]
             continue
         if not jail["dying"] and not jail["params"]["persist"] and not processes(jail):
             # A jail without persist begins to die when its last process exits (jail(8) "persist").
-            jail["dying"] = dying_duration()
+            jail["dying"] = dying_until()
             if not jail["dying"]:
                 finish(jail)
                 continue
@@ -164,8 +167,8 @@ def table() -> dict:  # type: ignore[type-arg]
     return state
 
 
-def dying_duration() -> str:
-    """Return until when a jail that ends now stays dying: a time, ``forever``, or "" if it does not."""
+def dying_until() -> str:
+    """Return the time until which a jail that ends now is dying, ``forever``, or "" if it is removed at once."""
     duration = base.knob("dying")
     return "" if duration == "0" else duration if duration == "forever" else str(time.time() + float(duration))
 
@@ -423,13 +426,13 @@ def remove(jail: Jail) -> None:
         matches = [each for each in state["jails"] if each["jid"] == jail["jid"]]
         if not matches or matches[0]["dying"]:
             return
-        duration = dying_duration()
-        if not duration:
+        dying = dying_until()
+        if not dying:
             finish(matches[0])
             state["jails"].remove(matches[0])
         else:
             signal_all(matches[0], _signal.SIGKILL, 5.0)
-            matches[0]["dying"] = duration
+            matches[0]["dying"] = dying
         base.save("jails", state)
 
 
@@ -453,7 +456,7 @@ def return_interfaces(holder: int) -> None:
     from shim import net
 
     try:
-        jail_socket = net.net_of(holder)
+        jail_socket = net.open_netlink(holder)
     except OSError:
         return
     home_fd = net.own_namespace()

@@ -21,12 +21,12 @@ ACTIONS = (
     "sigusr2 sigthr deny log devctl throttle"
 ).split()
 # kern_racct.c racct_types[]: neither deniable nor one of the two exceptions of rctl_rule_add()
-UNDENIABLE = {"cputime", "wallclock", "readbps", "writebps", "readiops", "writeiops"}
-THROTTLED = {"readbps", "writebps", "readiops", "writeiops"}
+RESOURCES_WITHOUT_DENY = {"cputime", "wallclock", "readbps", "writebps", "readiops", "writeiops"}
+THROTTLED_RESOURCES = {"readbps", "writebps", "readiops", "writeiops"}
 
 
 class RuleRefused(Exception):
-    """The system call fails with an errno."""
+    """The system call for a rule fails with an errno."""
 
     def __init__(self, number: int) -> None:
         super().__init__(number)
@@ -172,9 +172,9 @@ def add(rule: Rule) -> None:
         raise RuleRefused(errno.EINVAL)
     if rule.subject != "jail" or rule.per != "jail":
         raise base.unsupported("rules for anything but a whole jail")
-    if rule.action == "deny" and rule.resource in UNDENIABLE:
+    if rule.action == "deny" and rule.resource in RESOURCES_WITHOUT_DENY:
         raise RuleRefused(errno.EOPNOTSUPP)
-    if rule.action == "throttle" and rule.resource not in THROTTLED:
+    if rule.action == "throttle" and rule.resource not in THROTTLED_RESOURCES:
         raise RuleRefused(errno.EOPNOTSUPP)
     with base.locked():
         state = base.load("rctl", {"rules": []})

@@ -1,4 +1,4 @@
-"""A cancelled start of a virtual machine leaves nothing, even if a thread is still working on it."""
+"""A cancelled start of a virtual machine leaves nothing behind, even if a thread is still working on it."""
 
 from __future__ import annotations
 

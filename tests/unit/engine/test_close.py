@@ -51,7 +51,7 @@ def test_close_waits_for_commits_whose_callers_were_cancelled(tmp_path: Path) ->
 
 
 def test_close_does_not_wait_forever(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("sandbox_gateway.engine.engine._CLOSE_SECONDS", 0.05)
+    monkeypatch.setattr("sandbox_gateway.engine.engine._CLOSE_TIMEOUT_SECONDS", 0.05)
 
     async def scenario() -> None:
         host = _Host()

@@ -19,14 +19,14 @@ class _Host(MemoryHost):
         super().__init__()
         self.dying: set[str] = set()
 
-    async def end(self, sandbox: Sandbox) -> None:
+    async def stop_unexpectedly(self, sandbox: Sandbox) -> None:
         await self.stop(sandbox)
         self._exit(sandbox.instance)
 
     async def save(self, sandbox: Sandbox) -> None:
         if sandbox.name in self.dying:
             self.dying.discard(sandbox.name)
-            await self.end(sandbox)
+            await self.stop_unexpectedly(sandbox)
         await super().save(sandbox)
 
 

@@ -14,7 +14,7 @@ from tests.support.memory_engine import create, open_engine, wait_until
 pytestmark = pytest.mark.anyio
 
 
-def names(engine: Engine) -> list[str]:
+def sandbox_names(engine: Engine) -> list[str]:
     return [each.name for each in engine.sandboxes.list()]
 
 
@@ -25,8 +25,8 @@ async def test_a_busy_sandbox_does_not_delay_the_expiry_of_others(tmp_path: Path
         async with engine._expiry._sandboxes._locking.sandbox("busy"):
             for name in ("busy", "idle"):
                 end_timeout(engine, name)
-            await wait_until(lambda: names(engine) == ["busy"])
-        await wait_until(lambda: names(engine) == [])
+            await wait_until(lambda: sandbox_names(engine) == ["busy"])
+        await wait_until(lambda: sandbox_names(engine) == [])
 
 
 def end_timeout(engine: Engine, name: str) -> None:
@@ -35,7 +35,7 @@ def end_timeout(engine: Engine, name: str) -> None:
     engine.index.put(sandbox.model_copy(update={"end_at": now()}))
 
 
-async def test_a_failed_check_does_not_end_the_checks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_checks_continue_after_a_failed_check(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     async with open_engine(tmp_path) as engine:
         await create(engine, "mortal")
 
@@ -50,4 +50,4 @@ async def test_a_failed_check_does_not_end_the_checks(tmp_path: Path, monkeypatc
         monkeypatch.setattr(engine.collector, "retry", fail_once)
         await asyncio.wait_for(failed.wait(), 10)
         await engine.sandboxes.set_timeout("mortal", 0.01)
-        await wait_until(lambda: names(engine) == [])
+        await wait_until(lambda: sandbox_names(engine) == [])

@@ -17,7 +17,7 @@ from tests.support.memory_engine import create, open_engine, wait_until
 @pytest.fixture(autouse=True)
 def long_first_delay(monkeypatch: pytest.MonkeyPatch) -> None:
     """Delay the second attempt, so that a slow test machine does not reach it too early."""
-    monkeypatch.setattr("sandbox_gateway.engine.backoff._FIRST_SECONDS", 2.0)
+    monkeypatch.setattr("sandbox_gateway.engine.backoff._FIRST_DELAY_SECONDS", 2.0)
 
 
 class _Host(MemoryHost):
@@ -68,12 +68,12 @@ def test_a_pause_leaves_no_snapshot_if_the_machine_stops(tmp_path: Path) -> None
             before = set(engine.index.snapshots)
             capture = host.capture
 
-            async def die(*args: object, **options: object) -> Snapshot:
+            async def capture_and_stop(*args: object, **options: object) -> Snapshot:
                 snapshot = await capture(*args, **options)  # type: ignore[arg-type]
                 await host.stop(sandbox)
                 return snapshot
 
-            host.capture = die  # type: ignore[method-assign]
+            host.capture = capture_and_stop  # type: ignore[method-assign]
             with pytest.raises(Exception, match="source sandbox stopped"):
                 await engine.sandboxes.pause("a")
             assert set(engine.index.snapshots) == before
@@ -140,7 +140,7 @@ def test_a_failed_removal_of_a_hidden_snapshot_is_retried_after_a_delay(tmp_path
 
 def test_each_failure_doubles_the_delay(monkeypatch: pytest.MonkeyPatch) -> None:
     at = 0.0
-    monkeypatch.setattr("sandbox_gateway.engine.backoff._FIRST_SECONDS", 1.0)
+    monkeypatch.setattr("sandbox_gateway.engine.backoff._FIRST_DELAY_SECONDS", 1.0)
     monkeypatch.setattr("time.monotonic", lambda: at)
     backoff = Backoff()
     waits = []

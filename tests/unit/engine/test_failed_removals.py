@@ -57,11 +57,11 @@ def test_a_rollback_that_cannot_be_undone_raises_the_original_error(tmp_path: Pa
             async def fail(sandbox: Sandbox) -> None:
                 raise NoSpace("no space left")
 
-            async def never_end(sandbox: Sandbox) -> None:
+            async def time_out(sandbox: Sandbox) -> None:
                 raise Timeout("QEMU did not end")
 
             host.save = fail  # type: ignore[method-assign]
-            host.discard = never_end  # type: ignore[method-assign]
+            host.discard = time_out  # type: ignore[method-assign]
             with pytest.raises(NoSpace):
                 await engine.sandboxes.rollback("a", "s")
 

@@ -1,4 +1,4 @@
-"""A guest that does not thaw its file system after a capture, which happens after the host has committed it."""
+"""A guest that fails to thaw its file system after the host has committed a capture."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ from tests.support.memory_engine import create, open_engine
 class _StubbornMachine(Machine):
     """A machine whose agent closes the connection instead of thawing the file system."""
 
-    async def _answer(self, line: str, target: str, *rest: Any) -> None:
+    async def _handle_request(self, line: str, target: str, *rest: Any) -> None:
         if target == "/thaw":
             raise OSError("the connection is closed")
-        await super()._answer(line, target, *rest)
+        await super()._handle_request(line, target, *rest)
 
 
 class _Host(MemoryHost):

@@ -43,8 +43,8 @@ def test_a_failed_capture_can_be_retried_with_the_same_name(tmp_path: Path) -> N
             assert engine.snapshots.list() == [] and engine.index.volume_snapshots == {} == host.volume_snapshots
             assert engine.sandboxes.get("a").head == head
             host.full = False
-            again = await engine.snapshots.create("a", name="s", volumes=["v"])
-            assert again.parent == head and engine.sandboxes.get("a").head == again.id
+            snapshot = await engine.snapshots.create("a", name="s", volumes=["v"])
+            assert snapshot.parent == head and engine.sandboxes.get("a").head == snapshot.id
 
     asyncio.run(scenario())
 

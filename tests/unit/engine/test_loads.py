@@ -34,14 +34,14 @@ class _Host(MemoryHost):
 
 
 @pytest.fixture
-def quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(loads, "SAMPLE_SECONDS", 0.02)
-    monkeypatch.setattr(loads, "_FRESH_SECONDS", 0.0)
+def short_intervals(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(loads, "SAMPLE_INTERVAL_SECONDS", 0.02)
+    monkeypatch.setattr(loads, "_MIN_INTERVAL_SECONDS", 0.0)
 
 
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> list[float]:
-    """Both clocks of the module; the list's only entry is the time."""
+    """Replace both clocks of the module. The only element of the list is the current time."""
     now = [1000.0]
     monkeypatch.setattr(loads, "time", SimpleNamespace(time=lambda: now[0], monotonic=lambda: now[0]))
     return now
@@ -101,7 +101,7 @@ async def test_the_history_is_bounded_and_filtered(tmp_path: Path, clock: list[f
         assert [sample.at - clock[0] for sample in filtered] == [-20, -15, -10]
 
 
-@pytest.mark.usefixtures("quick")
+@pytest.mark.usefixtures("short_intervals")
 async def test_only_running_sandboxes_are_measured_regularly(tmp_path: Path) -> None:
     host = _Host()
     async with open_engine(tmp_path, host) as engine:
@@ -121,8 +121,8 @@ async def test_only_running_sandboxes_are_measured_regularly(tmp_path: Path) -> 
         await wait_until(lambda: not engine.loads._histories)
 
 
-@pytest.mark.usefixtures("quick")
-async def test_a_failed_measurement_is_logged_once_and_repeated(
+@pytest.mark.usefixtures("short_intervals")
+async def test_a_failed_measurement_is_logged_once_and_retried(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     host = _Host()

@@ -53,50 +53,50 @@ async def engine(tmp_path: Path, host: _Host) -> AsyncIterator[Engine]:
         yield engine
 
 
-def ready(engine: Engine, ref: str = "s") -> int:
+def count_ready(engine: Engine, ref: str = "s") -> int:
     return engine.prewarm.level(engine.snapshots.get(ref)).ready
 
 
-async def keep(engine: Engine, count: int, ref: str = "s") -> None:
+async def keep_ready(engine: Engine, count: int, ref: str = "s") -> None:
     await engine.prewarm.set_target(ref, count)
-    await wait_until(lambda: ready(engine, ref) == count)
+    await wait_until(lambda: count_ready(engine, ref) == count)
 
 
 async def test_a_fork_claims_a_prewarmed_machine_and_another_is_started(engine: Engine, host: _Host) -> None:
-    await keep(engine, 1)
-    forked = host.forked
+    await keep_ready(engine, 1)
+    fork_count = host.forked
     sandbox = await create(engine, "b", "s")
     assert host.claimed == 1
     assert host.machines[sandbox.instance].identity["sandboxID"] == sandbox.id
     assert (sandbox.head, sandbox.forked_from) == (engine.snapshots.get("s").id,) * 2
-    await wait_until(lambda: ready(engine) == 1)
-    assert host.forked == forked + 1
+    await wait_until(lambda: count_ready(engine) == 1)
+    assert host.forked == fork_count + 1
 
 
-async def test_more_forks_than_are_ready_are_started_cold(engine: Engine, host: _Host) -> None:
-    await keep(engine, 2)
+async def test_forks_are_started_cold_if_too_few_are_ready(engine: Engine, host: _Host) -> None:
+    await keep_ready(engine, 2)
     sandboxes = await engine.forks.fork("s", ForkSpec(count=3))
     assert len({each.instance for each in sandboxes if isinstance(each, Sandbox)}) == 3
     assert host.claimed >= 2
 
 
-async def test_forks_that_are_not_like_the_snapshot_are_started_cold(engine: Engine, host: _Host) -> None:
+async def test_forks_that_differ_from_the_snapshot_are_started_cold(engine: Engine, host: _Host) -> None:
     await engine.volumes.create("v", 64)
-    await keep(engine, 1)
+    await keep_ready(engine, 1)
     await create(engine, "mounting", "s", mounts=[MountSpec("v", "/data")])
     await create(engine, "booting", "s", cold_start=True)
     await create(engine, "paused", "s", paused=True)
-    assert host.claimed == 0 and ready(engine) == 1
+    assert host.claimed == 0 and count_ready(engine) == 1
 
 
 async def test_a_claim_gets_the_network_policy_of_its_sandbox(engine: Engine, host: _Host) -> None:
-    await keep(engine, 1)
+    await keep_ready(engine, 1)
     await create(engine, "b", "s", network=NetworkPolicy(allow_internet=False))
     assert host.policies == ["b"]
 
 
 async def test_a_rollback_and_a_resume_claim_prewarmed_machines(engine: Engine, host: _Host) -> None:
-    await keep(engine, 1)
+    await keep_ready(engine, 1)
     before = engine.sandboxes.get("a")
     after = await engine.sandboxes.rollback("a", "s")
     assert host.claimed == 1 and after.id == before.id
@@ -104,106 +104,106 @@ async def test_a_rollback_and_a_resume_claim_prewarmed_machines(engine: Engine, 
     assert host.machines[after.instance].identity["sandboxID"] == before.id
 
 
-async def test_a_template_runs_ahead_and_a_snapshot_stands_still(engine: Engine, host: _Host) -> None:
-    await keep(engine, 1, "t")
+async def test_a_fork_of_a_template_runs_and_a_fork_of_a_snapshot_is_held(engine: Engine, host: _Host) -> None:
+    await keep_ready(engine, 1, "t")
     instance = engine.prewarm._ready[engine.snapshots.get("t").id][0].instance
     assert host.machines[instance].identity, "a fork of a template has been identified"
-    await keep(engine, 1)
+    await keep_ready(engine, 1)
     instance = engine.prewarm._ready[engine.snapshots.get("s").id][0].instance
     assert not host.machines[instance].identity, "a fork of a snapshot is untouched"
 
 
 async def test_a_failed_claim_falls_back_to_a_cold_fork(engine: Engine, host: _Host) -> None:
-    class _Failing(set[str]):
-        """A set that contains each name only for the first lookup."""
+    class _SingleUseNames(set[str]):
+        """A set that contains each name only until its first lookup."""
 
         def __contains__(self, name: object) -> bool:
             return super().__contains__(name) and not self.discard(str(name))
 
-    await keep(engine, 1)
-    host.failing = _Failing({"b"})
+    await keep_ready(engine, 1)
+    host.failing = _SingleUseNames({"b"})
     sandbox = await create(engine, "b", "s")
     assert host.claimed == 1 and host.machines[sandbox.instance].identity["sandboxID"] == sandbox.id
-    await wait_until(lambda: ready(engine) == 1)
+    await wait_until(lambda: count_ready(engine) == 1)
     assert len(host.machines) == 3, "the failed claim left a machine"
 
 
 async def test_a_claim_that_cannot_be_committed_leaves_no_machine(engine: Engine, host: _Host) -> None:
-    await keep(engine, 1)
+    await keep_ready(engine, 1)
     host.full = True
     with pytest.raises(NoSpace):
         await create(engine, "b", "s")
     host.full = False
-    await wait_until(lambda: ready(engine) == 1)
+    await wait_until(lambda: count_ready(engine) == 1)
     assert len(host.machines) == 2 and "b" not in [each.name for each in engine.sandboxes.list()]
 
 
-async def test_a_machine_that_ended_is_not_claimed_but_replaced(engine: Engine, host: _Host) -> None:
-    await keep(engine, 1)
+async def test_a_stopped_machine_is_replaced_instead_of_claimed(engine: Engine, host: _Host) -> None:
+    await keep_ready(engine, 1)
     fork = engine.prewarm._ready[engine.snapshots.get("s").id][0]
     await host.machines.pop(fork.instance).stop()
     sandbox = await create(engine, "b", "s")
     assert sandbox.instance != fork.instance and host.claimed == 0
-    await wait_until(lambda: ready(engine) == 1)
+    await wait_until(lambda: count_ready(engine) == 1)
 
 
 async def _delete(engine: Engine) -> None:
     await engine.snapshots.delete("s")
 
 
-async def _lower(engine: Engine) -> None:
+async def _set_target_to_zero(engine: Engine) -> None:
     await engine.prewarm.set_target("s", 0)
 
 
-@pytest.mark.parametrize("end", [_delete, _lower], ids=["deleted", "target 0"])
-async def test_forks_that_nobody_needs_are_ended(
-    engine: Engine, host: _Host, end: Callable[[Engine], Awaitable[None]]
+@pytest.mark.parametrize("reduce", [_delete, _set_target_to_zero], ids=["deleted", "target 0"])
+async def test_surplus_forks_are_discarded(
+    engine: Engine, host: _Host, reduce: Callable[[Engine], Awaitable[None]]
 ) -> None:
-    await keep(engine, 2)
-    await end(engine)
+    await keep_ready(engine, 2)
+    await reduce(engine)
     await wait_until(lambda: len(host.machines) == 1)
 
 
-async def test_forks_are_dropped_while_the_host_is_short_of_memory(engine: Engine, host: _Host) -> None:
-    await keep(engine, 2)
-    free = engine.config.prewarm.free_memory_mb
-    host.available = replace(host.available, memory_free=(free - 1) << 20)
-    await wait_until(lambda: ready(engine) == 0 and len(host.machines) == 1)
-    host.available = replace(host.available, memory_free=(free + 256) << 20)
-    await wait_until(lambda: ready(engine) == 2)
+async def test_forks_are_discarded_while_the_host_is_short_of_memory(engine: Engine, host: _Host) -> None:
+    await keep_ready(engine, 2)
+    reserve_mb = engine.config.prewarm.free_memory_mb
+    host.available = replace(host.available, memory_free=(reserve_mb - 1) << 20)
+    await wait_until(lambda: count_ready(engine) == 0 and len(host.machines) == 1)
+    host.available = replace(host.available, memory_free=(reserve_mb + 256) << 20)
+    await wait_until(lambda: count_ready(engine) == 2)
 
 
-async def test_requests_come_before_prewarming(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_requests_take_precedence_over_prewarming(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("os.cpu_count", lambda: 1)
     with engine.prewarm.starting_requested():
         await engine.prewarm.set_target("s", 1)
         await asyncio.sleep(0.05)
-        assert ready(engine) == 0
-    await wait_until(lambda: ready(engine) == 1)
+        assert count_ready(engine) == 0
+    await wait_until(lambda: count_ready(engine) == 1)
 
 
 async def test_a_failure_is_retried_later(engine: Engine, host: _Host, caplog: pytest.LogCaptureFixture) -> None:
-    target = "an unknown instance"
+    message = "an unknown instance"
 
     async def fail(*_: object, **__: object) -> None:
-        raise NoSpace(target)
+        raise NoSpace(message)
 
     original, host.fork = host.fork, fail  # type: ignore[method-assign]
     await engine.prewarm.set_target("s", 1)
     await wait_until(lambda: "fork not prewarmed" in caplog.messages)
     host.fork = original  # type: ignore[method-assign]
-    await wait_until(lambda: ready(engine) == 1)
+    await wait_until(lambda: count_ready(engine) == 1)
 
 
-async def test_closing_ends_the_forks(tmp_path: Path, host: _Host) -> None:
+async def test_closing_the_engine_discards_the_forks(tmp_path: Path, host: _Host) -> None:
     async with open_engine(tmp_path, host) as engine:
         await create(engine, "a")
         await engine.snapshots.create("a", name="s", prewarm=2)
-        await wait_until(lambda: ready(engine) == 2)
+        await wait_until(lambda: count_ready(engine) == 2)
     assert len(host.machines) == 1
 
 
-async def test_bad_targets_are_refused(engine: Engine) -> None:
+async def test_invalid_targets_are_refused(engine: Engine) -> None:
     await engine.snapshots.create("a", name="disk", memory="none")
     with pytest.raises(Invalid, match=r"a prewarm count of 65 is not possible: use 0 to 64 \(prewarm.maximum\)"):
         await engine.prewarm.set_target("s", 65)
@@ -214,24 +214,24 @@ async def test_bad_targets_are_refused(engine: Engine) -> None:
     assert [each.names for each in engine.snapshots.list()] == [["s"], ["disk"]], "nothing was captured"
 
 
-async def test_a_host_that_cannot_hold_machines_refuses(tmp_path: Path) -> None:
-    class _Plain(MemoryHost):
+async def test_a_host_that_cannot_hold_machines_refuses_to_prewarm(tmp_path: Path) -> None:
+    class _HostWithoutPrewarm(MemoryHost):
         abilities = Abilities(memory=True, resize_on_fork=False, independent_snapshots=True)
 
-    async with open_engine(tmp_path, _Plain()) as engine:
+    async with open_engine(tmp_path, _HostWithoutPrewarm()) as engine:
         with pytest.raises(Unsupported, match="a memory host cannot prewarm forks"):
             await engine.prewarm.set_target("t", 1)
         await engine.prewarm.set_target("t", 0)
 
 
 async def test_no_fork_is_started_during_a_claim(engine: Engine, host: _Host, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("sandbox_gateway.engine.prewarm._QUIET_SECONDS", 0.5)
-    await keep(engine, 1)
-    forked = host.forked
+    monkeypatch.setattr("sandbox_gateway.engine.prewarm._DELAY_AFTER_CLAIM_SECONDS", 0.5)
+    await keep_ready(engine, 1)
+    fork_count = host.forked
     await create(engine, "b", "s")
     await asyncio.sleep(0.2)
-    assert host.forked == forked, "a fork was started while the claimed sandbox runs its first command"
-    await wait_until(lambda: ready(engine) == 1)
+    assert host.forked == fork_count, "a fork was started while the claimed sandbox runs its first command"
+    await wait_until(lambda: count_ready(engine) == 1)
 
 
 async def test_if_one_of_several_records_cannot_be_saved_no_sandbox_remains(engine: Engine, host: _Host) -> None:
@@ -268,5 +268,5 @@ async def test_nothing_is_measured_while_nothing_is_prewarmed(
     engine.prewarm._changed.set()
     await wait_until(lambda: not engine.prewarm._changed.is_set())
     assert measurements == 0
-    await keep(engine, 1)
+    await keep_ready(engine, 1)
     assert measurements > 0

@@ -1,4 +1,4 @@
-"""Operations that would use up the host are refused before they begin; stalled machines are reported and continued."""
+"""Operations that would exhaust the host are refused before they start. Stalled machines are reported and continued."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ MIB = 1 << 20
 
 
 class _Host(MemoryHost):
-    """Counts captures; ``memory_bytes`` is what each machine uses."""
+    """A host that counts captures. ``memory_bytes``: the memory that each machine uses."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -36,7 +36,7 @@ class _Host(MemoryHost):
     async def usage(self, sandbox: Sandbox) -> Usage:
         return Usage(disk_bytes=0, memory_bytes=self.memory_bytes)
 
-    def leave(self, *, disk_mb: int | None = None, memory_mb: int | None = None) -> None:
+    def set_free(self, *, disk_mb: int | None = None, memory_mb: int | None = None) -> None:
         if disk_mb is not None:
             self.available = replace(self.available, disk_free=disk_mb * MIB)
         if memory_mb is not None:
@@ -45,7 +45,7 @@ class _Host(MemoryHost):
 
 @pytest.fixture
 def host(monkeypatch: pytest.MonkeyPatch) -> _Host:
-    monkeypatch.setattr(room, "_CHECK_SECONDS", 0.01)
+    monkeypatch.setattr(room, "_CHECK_INTERVAL_SECONDS", 0.01)
     return _Host()
 
 
@@ -76,31 +76,33 @@ async def _pause(engine: Engine) -> None:
     await engine.sandboxes.pause("a")
 
 
-Verb = Callable[[Engine], Awaitable[None]]
+Operation = Callable[[Engine], Awaitable[None]]
 
 
-@pytest.mark.parametrize("verb", [_fork, _clone, _capture, _pause])
+@pytest.mark.parametrize("operation", [_fork, _clone, _capture, _pause])
 async def test_an_operation_is_refused_before_it_begins_if_the_disk_would_be_full(
-    engine: Engine, host: _Host, verb: Verb
+    engine: Engine, host: _Host, operation: Operation
 ) -> None:
     before = {**engine.index.sandboxes}, {**engine.index.snapshots}
-    host.leave(disk_mb=999)
-    with pytest.raises(NoSpace, match=r"less than 1000 MiB of disk space free: the host has 999 MiB\. Delete snap"):
-        await verb(engine)
+    host.set_free(disk_mb=999)
+    with pytest.raises(
+        NoSpace, match=r"less than 1000 MiB of disk space free: the host has 999 MiB free\. Delete snap"
+    ):
+        await operation(engine)
     assert (host.forked, host.captured) == (0, 0)
     assert (engine.index.sandboxes, engine.index.snapshots) == before
-    host.leave(disk_mb=2000)
-    await verb(engine)
+    host.set_free(disk_mb=2000)
+    await operation(engine)
 
 
 @pytest.mark.parametrize(
     ("free_mb", "used_mb", "is_refused"), [(1256, 999, False), (1199, 200, True), (1200, 200, False)]
 )
-async def test_a_capture_counts_the_memory_that_its_source_can_use_and_then_what_it_uses(
+async def test_a_capture_is_refused_only_if_the_memory_in_use_would_fill_the_disk(
     engine: Engine, host: _Host, free_mb: int, used_mb: int, is_refused: bool
 ) -> None:
     assert engine.sandboxes.get("a").resources.memory_mb == 256
-    host.leave(disk_mb=free_mb)
+    host.set_free(disk_mb=free_mb)
     host.memory_bytes = used_mb * MIB
     if is_refused:
         with pytest.raises(NoSpace, match=r"a capture of a \(up to 200 MiB\) would leave"):
@@ -110,37 +112,39 @@ async def test_a_capture_counts_the_memory_that_its_source_can_use_and_then_what
 
 
 async def test_a_capture_without_memory_needs_only_the_reserve(engine: Engine, host: _Host) -> None:
-    host.leave(disk_mb=1000)
+    host.set_free(disk_mb=1000)
     await engine.snapshots.create("a", name="disk", memory="none")
 
 
-@pytest.mark.parametrize("verb", [_fork, _clone])
-async def test_new_machines_are_refused_if_the_memory_would_be_used_up(engine: Engine, host: _Host, verb: Verb) -> None:
-    host.leave(memory_mb=500 + 3 * 64 - 1)
+@pytest.mark.parametrize("operation", [_fork, _clone])
+async def test_new_machines_are_refused_if_they_would_exhaust_the_memory(
+    engine: Engine, host: _Host, operation: Operation
+) -> None:
+    host.set_free(memory_mb=500 + 3 * 64 - 1)
     with pytest.raises(NoSpace, match=r"3 more machines would leave less than 500 MiB of memory free: .* has 691"):
-        await verb(engine)
+        await operation(engine)
     assert (host.forked, host.captured) == (0, 0)
     await create(engine, "b", "s")
-    host.leave(memory_mb=500 + 3 * 64)
-    await verb(engine)
+    host.set_free(memory_mb=500 + 3 * 64)
+    await operation(engine)
 
 
 async def test_reserves_of_zero_refuse_nothing(tmp_path: Path, host: _Host) -> None:
     async with open_engine(tmp_path, host, limits={"free_disk_mb": 0, "free_memory_mb": 0}) as engine:
-        host.leave(disk_mb=0, memory_mb=0)
+        host.set_free(disk_mb=0, memory_mb=0)
         await create(engine, "a")
         await engine.forks.clone("a", ForkSpec())
 
 
 async def test_rollback_and_resume_are_possible_on_a_full_host(engine: Engine, host: _Host) -> None:
-    """They need no more space than they free, and a rollback is a way out."""
+    """They need no more space than they free."""
     await engine.sandboxes.pause("a")
-    host.leave(disk_mb=0, memory_mb=0)
+    host.set_free(disk_mb=0, memory_mb=0)
     await engine.sandboxes.resume("a")
     await engine.sandboxes.rollback("a", "s")
 
 
-async def test_the_report_counts_what_is_promised(engine: Engine, host: _Host) -> None:
+async def test_the_report_adds_up_the_sizes_of_disks_volumes_and_memory(engine: Engine, host: _Host) -> None:
     await create(engine, "b")
     await engine.volumes.create("data", 64)
     await engine.sandboxes.pause("b")
@@ -153,15 +157,15 @@ async def test_the_report_counts_what_is_promised(engine: Engine, host: _Host) -
 async def test_a_stalled_machine_is_reported_and_continues_when_there_is_space(engine: Engine, host: _Host) -> None:
     sandbox = engine.sandboxes.get("a")
     with engine.events.subscribed() as events:
-        host.leave(disk_mb=0)
+        host.set_free(disk_mb=0)
         host.stopped.add(sandbox.instance)
         await wait_until(lambda: engine.room.stall_reason(sandbox))
         assert engine.room.stall_reason(sandbox).startswith("the host's disk has no space left")
         assert (await engine.room.report()).stalled == [sandbox.id]
-        host.leave(disk_mb=999)
+        host.set_free(disk_mb=999)
         await _wait_for_checks(host)
         assert host.stopped == {sandbox.instance}, "it was continued below the reserve"
-        host.leave(disk_mb=1000)
+        host.set_free(disk_mb=1000)
         await wait_until(lambda: not host.stopped)
         await wait_until(lambda: not engine.room.stall_reason(sandbox))
         kinds = [events.get_nowait().type for _ in range(2)]
@@ -169,13 +173,13 @@ async def test_a_stalled_machine_is_reported_and_continues_when_there_is_space(e
 
 
 async def test_a_machine_is_not_continued_during_a_change_of_its_sandbox(engine: Engine, host: _Host) -> None:
-    """A capture stops the machine itself, and must not be continued from outside."""
+    """A capture stops the machine itself, and nothing else may continue the machine during the capture."""
     sandbox = engine.sandboxes.get("a")
     async with engine.sandboxes._locking.sandbox("a"):
-        host.leave(disk_mb=0)
+        host.set_free(disk_mb=0)
         host.stopped.add(sandbox.instance)
         await wait_until(lambda: engine.room.stall_reason(sandbox))
-        host.leave(disk_mb=2000)
+        host.set_free(disk_mb=2000)
         await _wait_for_checks(host)
         assert host.stopped
     await wait_until(lambda: not host.stopped)

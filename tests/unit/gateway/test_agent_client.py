@@ -90,10 +90,10 @@ def identity(**env: str) -> Identity:
 
 @contextlib.contextmanager
 def machine(monkeypatch: pytest.MonkeyPatch, *line_responses: bytes | None) -> Iterator[FakeMachine]:
-    fake = FakeMachine(list(line_responses))
-    monkeypatch.setattr(agent_client, "AGENT_PORT", fake.port)
-    yield fake
-    fake.close()
+    fake_machine = FakeMachine(list(line_responses))
+    monkeypatch.setattr(agent_client, "AGENT_PORT", fake_machine.port)
+    yield fake_machine
+    fake_machine.close()
 
 
 @pytest.mark.parametrize(
@@ -107,38 +107,38 @@ def machine(monkeypatch: pytest.MonkeyPatch, *line_responses: bytes | None) -> I
 def test_the_identity_is_sent_over_the_line_if_the_agent_responds(
     monkeypatch: pytest.MonkeyPatch, line_responses: list[bytes]
 ) -> None:
-    with machine(monkeypatch, *line_responses) as fake:
-        asyncio.run(fake.identify(identity(COLOUR="green")))
-    assert fake.requests == []
-    (received,) = fake.received
+    with machine(monkeypatch, *line_responses) as fake_machine:
+        asyncio.run(fake_machine.identify(identity(COLOUR="green")))
+    assert fake_machine.requests == []
+    (received,) = fake_machine.received
     assert (received["hostname"], received["env"], received["wait"]) == ("one", {"COLOUR": "green"}, False)
     assert abs(received["time"] - time.time()) < 5
 
 
-def test_the_identity_is_sent_over_http_without_a_line(monkeypatch: pytest.MonkeyPatch) -> None:
-    with machine(monkeypatch) as fake:
-        asyncio.run(fake.identify(identity(COLOUR="green"), line=False))
-    assert fake.received == []
-    assert [request["env"] for request in fake.requests] == [{"COLOUR": "green"}]
+def test_the_identity_is_sent_over_http_if_there_is_no_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    with machine(monkeypatch) as fake_machine:
+        asyncio.run(fake_machine.identify(identity(COLOUR="green"), line=False))
+    assert fake_machine.received == []
+    assert [request["env"] for request in fake_machine.requests] == [{"COLOUR": "green"}]
 
 
 @pytest.mark.parametrize("line_responses", [[], [b"?something else"], [None], [b"x" * FRAME] * 100])
 def test_the_identity_is_sent_over_http_if_the_line_does_not_respond(
     monkeypatch: pytest.MonkeyPatch, line_responses: list[bytes | None]
 ) -> None:
-    monkeypatch.setattr(agent_client, "_LINE_SECONDS", 0.3)
-    with machine(monkeypatch, *line_responses) as fake:
+    monkeypatch.setattr(agent_client, "_LINE_TIMEOUT_SECONDS", 0.3)
+    with machine(monkeypatch, *line_responses) as fake_machine:
         start = time.monotonic()
-        asyncio.run(fake.identify(identity()))
+        asyncio.run(fake_machine.identify(identity()))
     assert time.monotonic() - start < 2
-    assert fake.received == [] and len(fake.requests) == 1
+    assert fake_machine.received == [] and len(fake_machine.requests) == 1
 
 
 def test_a_long_identity_is_sent_over_http(monkeypatch: pytest.MonkeyPatch) -> None:
-    with machine(monkeypatch, b"CHALLENGE") as fake:
-        asyncio.run(fake.identify(identity(LONG="x" * FRAME)))
-    assert fake.received == []
-    assert [request["env"]["LONG"] for request in fake.requests] == ["x" * FRAME]
+    with machine(monkeypatch, b"CHALLENGE") as fake_machine:
+        asyncio.run(fake_machine.identify(identity(LONG="x" * FRAME)))
+    assert fake_machine.received == []
+    assert [request["env"]["LONG"] for request in fake_machine.requests] == ["x" * FRAME]
 
 
 def test_only_one_of_several_simultaneous_connections_is_used(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -155,38 +155,41 @@ def test_only_one_of_several_simultaneous_connections_is_used(monkeypatch: pytes
         return await connect(*where)
 
     monkeypatch.setattr(agent_client, "open_connection", connect_later)
-    with machine(monkeypatch) as fake:
-        asyncio.run(fake.identify(identity(), line=False))
-    assert len(fake.requests) == 1
-    assert fake.dropped_connections == attempts - 1 > 3
+    with machine(monkeypatch) as fake_machine:
+        asyncio.run(fake_machine.identify(identity(), line=False))
+    assert len(fake_machine.requests) == 1
+    assert fake_machine.dropped_connections == attempts - 1 > 3
 
 
 def test_identify_fails_immediately_if_the_machine_has_stopped(monkeypatch: pytest.MonkeyPatch) -> None:
-    with machine(monkeypatch, None) as fake:
+    with machine(monkeypatch, None) as fake_machine:
         start = time.monotonic()
-        fake._listener.close()
-        fake._listener = socket.create_server((ADDRESS, 0))
+        fake_machine._listener.close()
+        fake_machine._listener = socket.create_server((ADDRESS, 0))
         with pytest.raises(BackendFailed, match="its machine ended"):
-            asyncio.run(fake.identify(identity(), end_reason="its machine ended"))
+            asyncio.run(fake_machine.identify(identity(), end_reason="its machine ended"))
     assert time.monotonic() - start < 1
 
 
 def test_the_identity_is_sent_over_http_if_the_host_closes_the_line(monkeypatch: pytest.MonkeyPatch) -> None:
-    async def test(fake: FakeMachine) -> None:
-        asyncio.get_running_loop().call_later(0.1, fake.line.close)
-        await fake.identify(identity())
+    async def test(fake_machine: FakeMachine) -> None:
+        asyncio.get_running_loop().call_later(0.1, fake_machine.line.close)
+        await fake_machine.identify(identity())
 
-    monkeypatch.setattr(agent_client, "_LINE_SECONDS", 0.3)
-    with machine(monkeypatch) as fake:
-        asyncio.run(test(fake))
-    assert len(fake.requests) == 1
+    monkeypatch.setattr(agent_client, "_LINE_TIMEOUT_SECONDS", 0.3)
+    with machine(monkeypatch) as fake_machine:
+        asyncio.run(test(fake_machine))
+    assert len(fake_machine.requests) == 1
 
 
 @pytest.mark.parametrize("env", [{"": "x"}, {"A=B": "x"}, {"A\0": "x"}, {"A": "x\0"}])
 def test_an_invalid_environment_is_refused(monkeypatch: pytest.MonkeyPatch, env: dict[str, str]) -> None:
-    with machine(monkeypatch, b"CHALLENGE") as fake, pytest.raises(Invalid, match="env contains the invalid variable"):
-        asyncio.run(fake.identify(identity(**env)))
-    assert fake.received == fake.requests == []
+    with (
+        machine(monkeypatch, b"CHALLENGE") as fake_machine,
+        pytest.raises(Invalid, match="env contains the invalid variable"),
+    ):
+        asyncio.run(fake_machine.identify(identity(**env)))
+    assert fake_machine.received == fake_machine.requests == []
 
 
 def _call_agent(response: bytes, monkeypatch: pytest.MonkeyPatch, action: Any) -> Any:
@@ -210,22 +213,22 @@ def _call_agent(response: bytes, monkeypatch: pytest.MonkeyPatch, action: Any) -
     return asyncio.run(run())
 
 
-def _http(status: int, body: bytes) -> bytes:
+def _http_response(status: int, body: bytes) -> bytes:
     return b"HTTP/1.1 %d x\r\nContent-Length: %d\r\n\r\n%s" % (status, len(body), body)
 
 
 @pytest.mark.parametrize(
     "response",
     [
-        _http(200, b"abc"),
-        _http(200, b"[" * 30_000),
-        _http(200, b'{"exitCode": "no"}'),
-        _http(200, b'{"exitCode": Infinity}'),
-        _http(200, b'{"exitCode": 0, "stdout": "a"}'),
-        _http(200, b'{"exitCode": 0, "stdout": [' + b"{}," * 40_000 + b"{}]}"),
-        _http(500, b"["),
-        _http(500, b"[]"),
-        _http(500, b"[" * 30_000),
+        _http_response(200, b"abc"),
+        _http_response(200, b"[" * 30_000),
+        _http_response(200, b'{"exitCode": "no"}'),
+        _http_response(200, b'{"exitCode": Infinity}'),
+        _http_response(200, b'{"exitCode": 0, "stdout": "a"}'),
+        _http_response(200, b'{"exitCode": 0, "stdout": [' + b"{}," * 40_000 + b"{}]}"),
+        _http_response(500, b"["),
+        _http_response(500, b"[]"),
+        _http_response(500, b"[" * 30_000),
     ],
 )
 def test_an_invalid_response_raises_backend_failed(monkeypatch: pytest.MonkeyPatch, response: bytes) -> None:
@@ -234,11 +237,13 @@ def test_an_invalid_response_raises_backend_failed(monkeypatch: pytest.MonkeyPat
 
 
 def test_the_size_of_responses_is_limited(monkeypatch: pytest.MonkeyPatch) -> None:
-    large_response = _http(200, b'{"a": "' + b"x" * (2 << 20) + b'"}')
+    large_response = _http_response(200, b'{"a": "' + b"x" * (2 << 20) + b'"}')
     with pytest.raises(BackendFailed, match="more than 262144 bytes"):
         _call_agent(large_response, monkeypatch, lambda client: client.call("/sync", {}))
     stdout = json.dumps({"exitCode": 0, "stdout": "eHh4" * (1 << 19)}).encode()
-    assert len(_call_agent(_http(200, stdout), monkeypatch, lambda client: client.exec(["x"])).stdout) == 3 << 19
+    assert (
+        len(_call_agent(_http_response(200, stdout), monkeypatch, lambda client: client.exec(["x"])).stdout) == 3 << 19
+    )
 
 
 def test_a_response_in_tiny_pieces_does_not_block_the_event_loop(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -263,5 +268,5 @@ def test_a_response_in_tiny_pieces_does_not_block_the_event_loop(monkeypatch: py
 
 
 def test_an_unpaired_surrogate_is_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
-    response = _http(200, b'{"result": "\\ud800", "error": "", "exit_code": 0}')
+    response = _http_response(200, b'{"result": "\\ud800", "error": "", "exit_code": 0}')
     assert _call_agent(response, monkeypatch, lambda client: client.eval("x", timeout=1)).result == "?"

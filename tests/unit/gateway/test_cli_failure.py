@@ -6,18 +6,18 @@ from typing import Any
 
 import pytest
 
-from sandbox_gateway.cli.failure import Exit, failure_from_response
+from sandbox_gateway.cli.failure import ExitCode, failure_from_response
 
 
-def hint(kind: str, status: int, details: dict[str, Any] | None = None, blockers: tuple[str, ...] = ()) -> str:
+def get_hint(kind: str, status: int, details: dict[str, Any] | None = None, blockers: tuple[str, ...] = ()) -> str:
     body: dict[str, Any] = {"kind": kind, "message": "any message", "blockers": list(blockers)}
     return failure_from_response(status, body if details is None else {**body, "details": details}).hint
 
 
-def in_use(resource: str, *kinds: str, overrides: tuple[str, ...] = ()) -> str:
+def get_in_use_hint(resource: str, *kinds: str, overrides: tuple[str, ...] = ()) -> str:
     users = [{"kind": kind, "id": f"{number:012}", "name": f"u{number}"} for number, kind in enumerate(kinds)]
     ids = tuple(user["id"] for user in users)
-    return hint("in_use", 409, {"resource": resource, "users": users, "overrides": [*overrides]}, ids)
+    return get_hint("in_use", 409, {"resource": resource, "users": users, "overrides": [*overrides]}, ids)
 
 
 @pytest.mark.parametrize(
@@ -36,16 +36,18 @@ def in_use(resource: str, *kinds: str, overrides: tuple[str, ...] = ()) -> str:
     ],
 )
 def test_a_not_found_hint_names_the_command_that_lists_objects(details: dict[str, Any] | None, command: str) -> None:
-    assert hint("not_found", 404, details) == f"`sandboxctl {command}` shows the existing ones"
+    assert get_hint("not_found", 404, details) == f"`sandboxctl {command}` shows the existing ones"
 
 
 def test_a_snapshot_in_use_by_sandboxes_suggests_killing_them() -> None:
-    text = in_use("snapshot", "sandbox", "sandbox", overrides=("when=unused",))
+    text = get_in_use_hint("snapshot", "sandbox", "sandbox", overrides=("when=unused",))
     assert "sandboxctl kill 000000000000 000000000001" in text and "--when-unused" in text
 
 
 def test_a_snapshot_in_use_by_a_volume_clone_suggests_deleting_the_volume() -> None:
-    assert "sandboxctl volume delete VOLUME" in in_use("snapshot", "sandbox", "clone", overrides=("when=unused",))
+    assert "sandboxctl volume delete VOLUME" in get_in_use_hint(
+        "snapshot", "sandbox", "clone", overrides=("when=unused",)
+    )
 
 
 @pytest.mark.parametrize(
@@ -59,27 +61,27 @@ def test_a_snapshot_in_use_by_a_volume_clone_suggests_deleting_the_volume() -> N
     ],
 )
 def test_each_kind_of_volume_user_has_a_hint(kinds: tuple[str, ...], overrides: tuple[str, ...], words: str) -> None:
-    assert words in in_use("volume", *kinds, overrides=overrides)
-    assert in_use("volume", *kinds, overrides=overrides).count(";") == len(kinds) + len(overrides) - 1 - (
+    assert words in get_in_use_hint("volume", *kinds, overrides=overrides)
+    assert get_in_use_hint("volume", *kinds, overrides=overrides).count(";") == len(kinds) + len(overrides) - 1 - (
         "withSnapshots" in overrides
     )
 
 
 @pytest.mark.parametrize("resource", ["volume", "volume_snapshot", "snapshot", "template"])
 def test_a_resource_in_use_by_a_request_suggests_a_retry(resource: str) -> None:
-    assert in_use(resource) == "try again in a moment"
+    assert get_in_use_hint(resource) == "try again in a moment"
 
 
 @pytest.mark.parametrize("resource", ["volume", "snapshot"])
 def test_users_that_only_the_host_knows_get_no_hint(resource: str) -> None:
-    assert in_use(resource, "zfs_clone", "hold") == ""
+    assert get_in_use_hint(resource, "zfs_clone", "hold") == ""
 
 
 def test_an_error_without_details_suggests_killing_the_blockers() -> None:
-    assert "sandboxctl kill 0123" in hint("in_use", 409, None, ("0123",))
+    assert "sandboxctl kill 0123" in get_hint("in_use", 409, None, ("0123",))
 
 
 def test_exit_codes_follow_the_status_and_the_kind() -> None:
-    assert failure_from_response(409, {"kind": "in_use", "message": "x"}).code is Exit.CONFLICT
-    assert failure_from_response(400, {"kind": "unsupported", "message": "x"}).code is Exit.FAILED
-    assert failure_from_response(404, None).code is Exit.UNREACHABLE
+    assert failure_from_response(409, {"kind": "in_use", "message": "x"}).code is ExitCode.CONFLICT
+    assert failure_from_response(400, {"kind": "unsupported", "message": "x"}).code is ExitCode.FAILED
+    assert failure_from_response(404, None).code is ExitCode.UNREACHABLE

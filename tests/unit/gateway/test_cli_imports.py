@@ -1,4 +1,4 @@
-"""Queries of `sandboxctl` import little: most of the time of such a command is otherwise spent on imports."""
+"""Queries with `sandboxctl` import few modules, because imports would otherwise take most of their time."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ SANDBOX = {
     "endAt": "9999-12-31T00:00:00Z",
 }
 HEALTH = {"status": "ok", "backend": "memory", "version": "1", "sandboxes": 1}
-ALLOWED = {"__future__", "sandbox_gateway"}
+ALLOWED_MODULES = {"__future__", "sandbox_gateway"}
 _PROGRAM = """
 import http.client, json, sys
 before = set(sys.modules)
@@ -43,11 +43,11 @@ print(json.dumps(sorted({name.partition(".")[0] for name in set(sys.modules) - b
 class _Handler(BaseHTTPRequestHandler):
     def do_GET(self) -> None:
         item: Any = HEALTH if self.path == "/health" else SANDBOX if "0" * 12 in self.path else [SANDBOX]
-        content = json.dumps(item).encode()
+        body = json.dumps(item).encode()
         self.send_response(200)
-        self.send_header("Content-Length", str(len(content)))
+        self.send_header("Content-Length", str(len(body)))
         self.end_headers()
-        self.wfile.write(content)
+        self.wfile.write(body)
 
     def log_message(self, *arguments: Any) -> None:
         pass
@@ -76,9 +76,9 @@ def imported_modules(url: str, *arguments: str) -> set[str]:
 
 @pytest.mark.parametrize("arguments", [("list",), ("list", "--json"), ("show", "0" * 12), ("health",)], ids=" ".join)
 def test_a_query_imports_hardly_more_than_the_http_client(url: str, arguments: tuple[str, ...]) -> None:
-    assert imported_modules(url, *arguments) <= ALLOWED
+    assert imported_modules(url, *arguments) <= ALLOWED_MODULES
 
 
-def test_the_measurement_sees_imports(url: str) -> None:
+def test_imports_are_detected(url: str) -> None:
     """`--help` needs the command-line library."""
     assert "typer" in imported_modules(url, "list", "--help")

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from sandbox_gateway.cli import client, quick, render
 from sandbox_gateway.cli.app import app
-from sandbox_gateway.cli.failure import Exit, Failure
+from sandbox_gateway.cli.failure import ExitCode, Failure
 
 
 def _command(name: Sequence[str]) -> Any:
@@ -41,7 +41,7 @@ def test_a_query_has_the_parameters_of_its_command(name: tuple[str, ...]) -> Non
     assert query.operands == sum(parameter.param_type_name == "argument" for parameter in command.params)
 
 
-def _parsed(*arguments: str) -> Any:
+def _parse_query(*arguments: str) -> Any:
     query: Any = quick.parse(arguments)
     return query and (query.func.__name__, query.args[1:], query.keywords, vars(query.args[0]))
 
@@ -49,12 +49,12 @@ def _parsed(*arguments: str) -> Any:
 def test_complete_queries_are_parsed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SANDBOX_GATEWAY_URL", "http://elsewhere")
     monkeypatch.setenv("SANDBOX_GATEWAY_TOKEN", "key")
-    name, operands, parameters, settings = _parsed("list", "--state=paused", "-m", "a=b", "--metadata", "c=d")
+    name, operands, parameters, settings = _parse_query("list", "--state=paused", "-m", "a=b", "--metadata", "c=d")
     assert (name, operands, parameters) == ("list_sandboxes", (), {"state": "paused", "metadata": ["a=b", "c=d"]})
     assert (settings["url"], settings["token"], settings["json"]) == ("http://elsewhere", "key", False)
-    name, operands, _, settings = _parsed("--url", "http://here", "snapshot", "show", "one", "--json")
+    name, operands, _, settings = _parse_query("--url", "http://here", "snapshot", "show", "one", "--json")
     assert (name, operands, settings["url"], settings["json"]) == ("show_snapshot", ("one",), "http://here", True)
-    assert _parsed("--json", "--token-file", "/key", "list")[3]["token_file"] == "/key"
+    assert _parse_query("--json", "--token-file", "/key", "list")[3]["token_file"] == "/key"
 
 
 @pytest.mark.parametrize(
@@ -98,15 +98,15 @@ _cells = st.text(st.characters(min_codepoint=33, max_codepoint=126), min_size=1,
 
 
 @given(st.lists(st.tuples(_cells, _cells, _cells), min_size=1, max_size=4))
-def test_a_plain_table_looks_as_rich_would_print_it(rows: list[tuple[str, str, str]]) -> None:
-    heads = ("NAME", "ID", "STATE")
+def test_a_plain_table_matches_the_output_of_rich(rows: list[tuple[str, str, str]]) -> None:
+    headers = ("NAME", "ID", "STATE")
     outputs = []
     for is_plain in (True, False):
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(sys, "stdout", output := io.StringIO())
             if not is_plain:
                 patch.setattr(render, "_print_plainly", lambda rows, **options: False)
-            render._table(heads, rows, "none")
+            render._table(headers, rows, "none")
         outputs.append([line.rstrip() for line in output.getvalue().splitlines()])
     assert outputs[0] == outputs[1]
 
@@ -117,7 +117,7 @@ def test_a_table_that_needs_rich_is_not_printed_plainly(cell: str, capsys: pytes
     assert capsys.readouterr().out == ""
 
 
-def test_a_table_on_a_terminal_has_a_bold_head_and_fits_its_width(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_table_on_a_terminal_has_a_bold_header_and_fits_its_width(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TERM", "xterm")
     monkeypatch.setenv("COLUMNS", "10")
     monkeypatch.setattr(sys, "stdout", output := _Terminal())
@@ -132,7 +132,7 @@ def test_a_table_on_a_terminal_has_a_bold_head_and_fits_its_width(monkeypatch: p
 def test_invalid_addresses_are_refused(url: str) -> None:
     with pytest.raises(Failure, match="is not the address of a gateway") as error_info:
         client.Client(url)
-    assert error_info.value.code is Exit.USAGE
+    assert error_info.value.code is ExitCode.USAGE
 
 
 def test_a_proxy_is_used_unless_the_environment_excludes_the_host(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,4 +1,7 @@
-"""Freed memory is returned to the system. A separate process is measured, as the allocator's settings are permanent."""
+"""Freed memory is returned to the system.
+
+The test measures a separate process, because the allocator's settings are permanent.
+"""
 
 from __future__ import annotations
 

@@ -64,7 +64,7 @@ def test_a_directorys_digest_covers_names_modes_sizes_and_times(tmp_path: Path) 
         digests.append(recipe_for(root))
 
 
-def test_a_tarballs_digest_covers_only_its_content(tmp_path: Path) -> None:
+def test_a_tarballs_digest_covers_only_its_contents(tmp_path: Path) -> None:
     one, other = tmp_path / "one.tar", tmp_path / "other.tar"
     one.write_bytes(b"content")
     other.write_bytes(b"content")
@@ -87,13 +87,13 @@ def test_an_unreadable_path_is_reported_with_the_reason() -> None:
 def test_only_a_rootfs_recipe_needs_and_accepts_a_path() -> None:
     with pytest.raises(ValidationError, match="'path' is valid only with 'from: rootfs'"):
         Recipe.model_validate({"path": "/x"})
-    with pytest.raises(ValidationError, match="needs the field 'path': the absolute path"):
+    with pytest.raises(ValidationError, match="needs the field 'path': set it to the absolute path"):
         Recipe.model_validate({"source": "rootfs"})
 
 
 def test_package_names_follow_apts_rules() -> None:
-    good = ["curl", "g++", "libc6:amd64", "python3.11", "git=1:2.39.5-0+deb12u2", "a" * 128]
-    assert Recipe(packages=good).packages == good
+    valid_packages = ["curl", "g++", "libc6:amd64", "python3.11", "git=1:2.39.5-0+deb12u2", "a" * 128]
+    assert Recipe(packages=valid_packages).packages == valid_packages
     for bad in ("a", "-a", "Curl", "curl:", "curl=", "curl;id", "curl git", "a" * 129, "b" * 200):
         with pytest.raises(ValidationError) as error_info:
             Recipe(packages=["git", bad])

@@ -178,7 +178,7 @@ def test_properties_with_a_newer_encoding_are_not_damaged() -> None:
 @pytest.mark.parametrize(
     "changes", [{"memory": 5}, {"memory": "teleported", "size": 0, "names": 7}, {"id": "no id"}, {"format": "x"}]
 )
-def test_a_damaged_record_is_not_taken_for_a_newer_one(changes: dict[str, Any], tmp_path: Path) -> None:
+def test_a_damaged_record_is_not_mistaken_for_a_newer_one(changes: dict[str, Any], tmp_path: Path) -> None:
     with pytest.raises(ValidationError):
         parse_record(Snapshot, _OLD[Snapshot] | changes)
     with pytest.raises(ValueError, match="cannot be read"):

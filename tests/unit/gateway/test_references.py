@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from sandbox_gateway.engine.references import external_users_named, in_use_error
+from sandbox_gateway.engine.references import in_use_error, naming_external_users
 from sandbox_gateway.errors import InUse, InUseExternally
 from sandbox_gateway.records import Sandbox, Snapshot, SnapshotKind, Volume, VolumeSnapshot
 
@@ -27,7 +27,7 @@ def test_users_that_only_the_host_knows_are_named_in_the_same_form(
     host_error = InUseExternally(
         {"ZFS clone": {"p/a": "p/a", "p/b": "p/b"}, "hold": {"p@s": "p@s"}}, "Remove them first."
     )
-    with pytest.raises(InUse) as error_info, external_users_named(record, volume):
+    with pytest.raises(InUse) as error_info, naming_external_users(record, volume):
         raise host_error
     assert (
         error_info.value.message == f"{what} is in use by 2 ZFS clones (p/a, p/b) and 1 hold (p@s). Remove them first."
@@ -40,7 +40,7 @@ def test_users_that_only_the_host_knows_are_named_in_the_same_form(
 
 
 def test_other_errors_of_a_host_are_not_changed() -> None:
-    with pytest.raises(InUse, match=r"^as it is$"), external_users_named(VOLUME):
+    with pytest.raises(InUse, match=r"^as it is$"), naming_external_users(VOLUME):
         raise InUse("as it is")
 
 

@@ -13,50 +13,50 @@ from sandbox_gateway.records import Retention, Snapshot
 NOON = datetime(2026, 3, 10, 12, tzinfo=UTC)
 
 
-def snapshot_taken(hours_ago: float, rule: Retention | None, source: str = "a" * 12) -> Snapshot:
+def new_snapshot(hours_ago: float, rule: Retention | None, source: str = "a" * 12) -> Snapshot:
     return Snapshot(source_sandbox=source, created_at=NOON - timedelta(hours=hours_ago), retention=rule)
 
 
-def removed_hours(rule: Retention, *hours_ago: float) -> list[float]:
-    snapshots = [snapshot_taken(hours, rule) for hours in hours_ago]
+def find_removed_ages(rule: Retention, *hours_ago: float) -> list[float]:
+    snapshots = [new_snapshot(hours, rule) for hours in hours_ago]
     return sorted((NOON - each.created_at).total_seconds() / 3600 for each in find_surplus(snapshots, NOON))
 
 
 def test_keep_last_keeps_the_newest() -> None:
-    assert removed_hours(Retention(keep_last=2), 1, 2, 3, 4) == [3, 4]
-    assert removed_hours(Retention(keep_last=9), 1, 2, 3) == []
+    assert find_removed_ages(Retention(keep_last=2), 1, 2, 3, 4) == [3, 4]
+    assert find_removed_ages(Retention(keep_last=9), 1, 2, 3) == []
 
 
 def test_keep_daily_keeps_the_newest_of_each_day() -> None:
-    assert removed_hours(Retention(keep_daily=2), 1, 2, 13, 20, 40) == [2, 20, 40]
+    assert find_removed_ages(Retention(keep_daily=2), 1, 2, 13, 20, 40) == [2, 20, 40]
 
 
 def test_a_snapshot_that_either_rule_keeps_is_kept() -> None:
-    assert removed_hours(Retention(keep_last=2, keep_daily=3), 1, 2, 3, 13, 14, 40) == [3, 14]
+    assert find_removed_ages(Retention(keep_last=2, keep_daily=3), 1, 2, 3, 13, 14, 40) == [3, 14]
 
 
 def test_max_age_removes_snapshots_that_other_rules_keep() -> None:
-    assert removed_hours(Retention(max_age=3 * 3600), 1, 2, 4) == [4]
-    assert removed_hours(Retention(max_age=4 * 3600), 1, 2, 4) == [], "its age equals the limit"
-    assert removed_hours(Retention(keep_last=3, max_age=1.5 * 3600), 1, 2, 3, 4) == [2, 3, 4]
+    assert find_removed_ages(Retention(max_age=3 * 3600), 1, 2, 4) == [4]
+    assert find_removed_ages(Retention(max_age=4 * 3600), 1, 2, 4) == [], "its age equals the limit"
+    assert find_removed_ages(Retention(keep_last=3, max_age=1.5 * 3600), 1, 2, 3, 4) == [2, 3, 4]
 
 
 def test_the_newest_snapshot_is_never_removed() -> None:
-    assert removed_hours(Retention(max_age=1), 500, 600) == [600]
+    assert find_removed_ages(Retention(max_age=1), 500, 600) == [600]
 
 
 def test_snapshots_without_a_rule_are_kept() -> None:
-    without_rule, with_rule = snapshot_taken(50, None), snapshot_taken(1, Retention(keep_last=1))
+    without_rule, with_rule = new_snapshot(50, None), new_snapshot(1, Retention(keep_last=1))
     assert find_surplus([without_rule, with_rule], NOON) == []
 
 
 def test_the_newest_rule_applies_for_each_sandbox() -> None:
     strict, lax = Retention(keep_last=1), Retention(keep_last=5)
-    first_series = [snapshot_taken(3, strict), snapshot_taken(2, strict), snapshot_taken(1, lax)]
+    first_series = [new_snapshot(3, strict), new_snapshot(2, strict), new_snapshot(1, lax)]
     second_series = [
-        snapshot_taken(5, lax, "b" * 12),
-        snapshot_taken(4, lax, "b" * 12),
-        snapshot_taken(3, strict, "b" * 12),
+        new_snapshot(5, lax, "b" * 12),
+        new_snapshot(4, lax, "b" * 12),
+        new_snapshot(3, strict, "b" * 12),
     ]
     assert find_surplus(first_series, NOON) == []
     assert find_surplus([*first_series, *second_series], NOON) == second_series[:2]
@@ -72,7 +72,7 @@ rules = st.builds(
 
 @given(rules, st.lists(st.floats(0, 500), min_size=1, max_size=20))
 def test_rules_are_idempotent_and_never_remove_everything(rule: Retention, hours: list[float]) -> None:
-    snapshots = [snapshot_taken(each, rule) for each in hours]
+    snapshots = [new_snapshot(each, rule) for each in hours]
     surplus = find_surplus(snapshots, NOON)
     remaining = [each for each in snapshots if each not in surplus]
     assert remaining

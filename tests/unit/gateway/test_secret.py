@@ -23,7 +23,7 @@ def load_secret_elsewhere(tmp_path: Path) -> bytes:
     return load_secret(tmp_path / "elsewhere" / "secret")
 
 
-def test_a_readable_secret_is_made_private(tmp_path: Path) -> None:
+def test_a_world_readable_secret_is_made_private(tmp_path: Path) -> None:
     (tmp_path / "secret").write_bytes(b"s" * 32)
     (tmp_path / "secret").chmod(0o644)
     assert load_secret(tmp_path / "secret") == b"s" * 32
@@ -37,7 +37,7 @@ def test_a_half_written_secret_is_replaced(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("length", [0, 31, 33])
-def test_a_secret_of_another_length_is_refused(tmp_path: Path, length: int) -> None:
+def test_a_secret_of_the_wrong_length_is_refused(tmp_path: Path, length: int) -> None:
     (tmp_path / "secret").write_bytes(bytes(length))
     with pytest.raises(Invalid, match=f"is {length} bytes long instead of 32: restore it"):
         load_secret(tmp_path / "secret")

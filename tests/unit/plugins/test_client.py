@@ -13,37 +13,37 @@ from tests.support.faulty_gateway import FaultyGateway
 
 
 @pytest.fixture
-def faulty(gateway: FaultyGateway) -> Iterator[FaultyGateway]:
+def faulty_gateway(gateway: FaultyGateway) -> Iterator[FaultyGateway]:
     gateway.reset()
     yield gateway
     gateway.reset()
 
 
 @pytest.fixture
-def client(faulty: FaultyGateway) -> Iterator[Client]:
-    client = Client(faulty.url, timeout=30)
+def client(faulty_gateway: FaultyGateway) -> Iterator[Client]:
+    client = Client(faulty_gateway.url, timeout=30)
     yield client
     client.close()
 
 
-def test_get_request_reopens_a_closed_connection(faulty: FaultyGateway, client: Client) -> None:
+def test_get_request_reopens_a_closed_connection(faulty_gateway: FaultyGateway, client: Client) -> None:
     client.get("/health")
-    faulty.cut = 1
+    faulty_gateway.cut = 1
     assert client.get("/health")["status"] == "ok"
 
 
-def test_post_request_is_not_repeated(faulty: FaultyGateway, client: Client) -> None:
+def test_post_request_is_not_repeated(faulty_gateway: FaultyGateway, client: Client) -> None:
     client.get("/health")
-    faulty.cut, faulty.calls = 1, []
+    faulty_gateway.cut, faulty_gateway.calls = 1, []
     with pytest.raises(Failure, match="closed the connection") as caught:
         client.post("/sandboxes", {"templateID": "base", "name": "box"})
     assert caught.value.kind == "unreachable"
-    assert not faulty.calls and not faulty.list_objects("sandboxes")
+    assert not faulty_gateway.calls and not faulty_gateway.list_objects("sandboxes")
 
 
-def test_slow_response_times_out(faulty: FaultyGateway) -> None:
-    client_with_timeout = Client(faulty.url, timeout=0.2)
-    faulty.delay = 1
+def test_slow_response_times_out(faulty_gateway: FaultyGateway) -> None:
+    client_with_timeout = Client(faulty_gateway.url, timeout=0.2)
+    faulty_gateway.delay = 1
     with pytest.raises(Failure, match=r"did not respond to GET /health within 0\.2 s") as caught:
         client_with_timeout.get("/health")
     assert caught.value.kind == "timeout"
@@ -58,9 +58,9 @@ def test_slow_response_times_out(faulty: FaultyGateway) -> None:
     ],
 )
 def test_responses_of_other_services_are_rejected(
-    faulty: FaultyGateway, client: Client, status: int, data: Any, message: str
+    faulty_gateway: FaultyGateway, client: Client, status: int, data: Any, message: str
 ) -> None:
-    faulty.intercept = lambda _method, _target: (status, data)
+    faulty_gateway.intercept = lambda _method, _target: (status, data)
     with pytest.raises(Failure, match=message) as caught:
         client.require_version()
     assert caught.value.kind == "not_a_gateway"

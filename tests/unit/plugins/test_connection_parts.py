@@ -63,13 +63,15 @@ def make_process(data: bytes) -> _stream.Process:
     return _stream.Process(channel, http.client.HTTPConnection("localhost"), response)
 
 
-START = (0, b'{"event":{"start":{"pid":7}}}')
-OUT = (0, b'{"event":{"data":{"stdout":"AAH/"}}}')
-END = (0, b'{"event":{"end":{"exitCode":4,"exited":true}}}')
+START_FRAME = (0, b'{"event":{"start":{"pid":7}}}')
+OUTPUT_FRAME = (0, b'{"event":{"data":{"stdout":"AAH/"}}}')
+END_FRAME = (0, b'{"event":{"end":{"exitCode":4,"exited":true}}}')
 
 
 def test_output_is_decoded() -> None:
-    process = make_process(make_frames(START, (0, b'{"event":{"keepalive":{}}}'), OUT, END, (2, b"{}")))
+    process = make_process(
+        make_frames(START_FRAME, (0, b'{"event":{"keepalive":{}}}'), OUTPUT_FRAME, END_FRAME, (2, b"{}"))
+    )
     assert list(process.output()) == [("", b""), ("", b""), ("stdout", b"\0\x01\xff")]
     assert process.pid == 7 and process.exit_code == 4
 
@@ -77,9 +79,9 @@ def test_output_is_decoded() -> None:
 @pytest.mark.parametrize(
     ("data", "message", "kind"),
     [
-        (make_frames(START, OUT), "was closed", "unreachable"),
-        (make_frames(START, OUT, END)[:-3], "was closed", "unreachable"),
-        (make_frames(START, OUT, (2, b"{}")), "did not report the exit code", _stream.INSIDE),
+        (make_frames(START_FRAME, OUTPUT_FRAME), "was closed", "unreachable"),
+        (make_frames(START_FRAME, OUTPUT_FRAME, END_FRAME)[:-3], "was closed", "unreachable"),
+        (make_frames(START_FRAME, OUTPUT_FRAME, (2, b"{}")), "did not report the exit code", _stream.INSIDE),
         (make_frames((2, b'{"error":{"code":"internal","message":"no such user"}}')), "no such user", _stream.INSIDE),
     ],
 )
@@ -101,13 +103,13 @@ def test_truncated_or_invalid_output_raises_a_failure(data: bytes, message: str,
 def test_undelivered_input_kills_the_process(monkeypatch: pytest.MonkeyPatch, failure: Failure, killed: bool) -> None:
     methods: list[str] = []
 
-    def unary(self: Any, method: str, message: dict[str, Any], extra_timeout: float = 0) -> None:
+    def call_unary(self: Any, method: str, message: dict[str, Any], extra_timeout: float = 0) -> None:
         methods.append(method)
         if method == "SendInput":
             raise failure
 
-    monkeypatch.setattr(_stream.Channel, "unary", unary)
-    process = make_process(make_frames(START, END, (2, b"{}")))
+    monkeypatch.setattr(_stream.Channel, "call_unary", call_unary)
+    process = make_process(make_frames(START_FRAME, END_FRAME, (2, b"{}")))
     process.feed(b"data")
     assert process._feeder
     process._feeder.join()
@@ -121,8 +123,8 @@ def test_undelivered_input_kills_the_process(monkeypatch: pytest.MonkeyPatch, fa
 
 def test_the_agent_confirms_the_input() -> None:
     start_with_input = (0, json.dumps({"event": {"start": {"pid": 7, "input": True}}}).encode())
-    for first, accepted in ((START, False), (start_with_input, True)):
-        process = make_process(make_frames(first, END, (2, b"{}")))
+    for first, accepted in ((START_FRAME, False), (start_with_input, True)):
+        process = make_process(make_frames(first, END_FRAME, (2, b"{}")))
         assert list(process.output()) and process.input_accepted is accepted
 
 
@@ -134,7 +136,7 @@ def test_broken_connections_are_described() -> None:
         (ConnectionResetError(), "was closed"),
         (BrokenPipeError(), "was closed"),
     ):
-        failure = channel.connection_lost("POST /files", error)
+        failure = channel.connection_lost_error("POST /files", error)
         assert message in failure.message and failure.kind == "unreachable"
 
 
@@ -194,23 +196,23 @@ class RecordedProcess:
 def test_the_password_is_sent_once_and_the_prompt_is_removed(late_output: bytes) -> None:
     """The prompt of sudo on one stream may arrive after the command's output on the other."""
     escalation, process = _Escalation(FakeBecome(), "web", 60), RecordedProcess()
-    input_data: Any = process
+    any_process: Any = process
     out, err = bytearray(), bytearray()
-    assert escalation.waiting and escalation.keep_waiting(input_data, out, err)
+    assert escalation.is_waiting and escalation.keep_waiting(any_process, out, err)
     err += b"a lecture\npassword for"
-    assert escalation.keep_waiting(input_data, out, err) and process.input_data == b""
+    assert escalation.keep_waiting(any_process, out, err) and process.input_data == b""
     err += b" me:"
-    assert escalation.keep_waiting(input_data, out, err) and escalation.keep_waiting(input_data, out, err)
+    assert escalation.keep_waiting(any_process, out, err) and escalation.keep_waiting(any_process, out, err)
     assert process.input_data == b"secret\n"
     out += b"BECOME-SUCCESS-x\n"
-    assert not escalation.keep_waiting(input_data, out, err)
+    assert not escalation.keep_waiting(any_process, out, err)
     err += late_output
-    assert escalation.without_prompt(bytes(err)) == late_output[1:]
-    assert escalation.without_prompt(bytes(out)) == b"BECOME-SUCCESS-x\n"
-    assert escalation.without_prompt(b"password for you:") == b"password for you:"
+    assert escalation.strip_prompt(bytes(err)) == late_output[1:]
+    assert escalation.strip_prompt(bytes(out)) == b"BECOME-SUCCESS-x\n"
+    assert escalation.strip_prompt(b"password for you:") == b"password for you:"
 
 
 def test_output_is_unchanged_without_become() -> None:
     escalation = _Escalation(None, "web", 60)
-    assert not escalation.waiting
-    assert escalation.without_prompt(b"password for me:") == b"password for me:"
+    assert not escalation.is_waiting
+    assert escalation.strip_prompt(b"password for me:") == b"password for me:"

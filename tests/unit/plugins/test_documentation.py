@@ -18,7 +18,7 @@ MODULES = sorted((PLUGINS / "modules").glob("*.py"))
 _COMPARED_KEYS = ("type", "elements", "choices", "required")
 
 
-def documentation(path: Path) -> dict[str, Any]:
+def load_documentation(path: Path) -> dict[str, Any]:
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.Assign) and getattr(node.targets[0], "id", "") == "DOCUMENTATION":
             document: Any = yaml.safe_load(ast.literal_eval(node.value))
@@ -29,11 +29,13 @@ def documentation(path: Path) -> dict[str, Any]:
 
 def documented_options(module: Path) -> dict[str, Any]:
     """Return the documented options of a module, including those of its doc fragments."""
-    document = documentation(module)
+    document = load_documentation(module)
     options = dict(document["options"])
     for fragment in document["extends_documentation_fragment"]:
         name = fragment.removeprefix("grove.sandbox.")
-        for option, entry in (documentation(PLUGINS / "doc_fragments" / f"{name}.py").get("options") or {}).items():
+        for option, entry in (
+            load_documentation(PLUGINS / "doc_fragments" / f"{name}.py").get("options") or {}
+        ).items():
             assert option not in options, f"{module.stem} documents {option}, which its fragment already documents"
             options[option] = entry
     return options

@@ -10,11 +10,11 @@ from ansible_collections.grove.sandbox.plugins.module_utils._failure import Fail
 from ansible_collections.grove.sandbox.plugins.plugin_utils import _gateways, _inventory
 from ansible_collections.grove.sandbox.plugins.plugin_utils._gateways import Gateway
 
-ALL = list(_inventory.GROUPINGS)
+ALL_GROUPINGS = list(_inventory.GROUPINGS)
 MALICIOUS_TEMPLATE = "{{ lookup('ansible.builtin.pipe', 'touch /tmp/evil') }}"
 
 
-def sandbox(**fields: Any) -> dict[str, Any]:
+def make_sandbox(**fields: Any) -> dict[str, Any]:
     return {
         "id": "0123456789ab",
         "name": "web",
@@ -50,11 +50,11 @@ def sandbox(**fields: Any) -> dict[str, Any]:
     ],
 )
 def test_filters_select_sandboxes(filters: dict[str, Any], expected: bool) -> None:
-    assert _inventory.matches_filters(sandbox(), filters) is expected
+    assert _inventory.matches_filters(make_sandbox(), filters) is expected
 
 
 def test_numbers_in_filters_match_text() -> None:
-    assert _inventory.matches_filters(sandbox(metadata={"run": "7"}), {"metadata": {"run": 7}})
+    assert _inventory.matches_filters(make_sandbox(metadata={"run": "7"}), {"metadata": {"run": 7}})
 
 
 @pytest.mark.parametrize(
@@ -62,19 +62,19 @@ def test_numbers_in_filters_match_text() -> None:
     ["all", "ungrouped", "localhost", "127.0.0.1", "::1", MALICIOUS_TEMPLATE, "a b", "", "-x", "a\nb", "web[1:3]"],
 )
 def test_names_with_a_special_meaning_are_replaced_by_ids(name: str) -> None:
-    assert _inventory.host_name(sandbox(name=name), "name", "east") == "0123456789ab"
-    assert _inventory.host_name(sandbox(name=name), "name_gateway", "east") == "0123456789ab.east"
+    assert _inventory.host_name(make_sandbox(name=name), "name", "east") == "0123456789ab"
+    assert _inventory.host_name(make_sandbox(name=name), "name_gateway", "east") == "0123456789ab.east"
 
 
 def test_host_names() -> None:
-    assert _inventory.host_name(sandbox(), "name", "east") == "web"
-    assert _inventory.host_name(sandbox(), "id", "east") == "0123456789ab"
-    assert _inventory.host_name(sandbox(), "name_gateway", "east") == "web.east"
-    assert _inventory.host_name(sandbox(name="state_running"), "name", "east", {"state_running"}) == "0123456789ab"
+    assert _inventory.host_name(make_sandbox(), "name", "east") == "web"
+    assert _inventory.host_name(make_sandbox(), "id", "east") == "0123456789ab"
+    assert _inventory.host_name(make_sandbox(), "name_gateway", "east") == "web.east"
+    assert _inventory.host_name(make_sandbox(name="state_running"), "name", "east", {"state_running"}) == "0123456789ab"
 
 
 def test_group_names() -> None:
-    groups = _inventory.groups_of(sandbox(metadata={"team": "blue", "empty": ""}), "east", ALL)
+    groups = _inventory.groups_of(make_sandbox(metadata={"team": "blue", "empty": ""}), "east", ALL_GROUPINGS)
     assert groups == [
         "template_base",
         "head_golden",
@@ -83,26 +83,26 @@ def test_group_names() -> None:
         "metadata_empty",
         "gateway_east",
     ]
-    assert _inventory.groups_of(sandbox(), "east", ["state"]) == ["state_running"]
-    assert _inventory.groups_of(sandbox(head=""), "east", ["head"]) == []
+    assert _inventory.groups_of(make_sandbox(), "east", ["state"]) == ["state_running"]
+    assert _inventory.groups_of(make_sandbox(head=""), "east", ["head"]) == []
 
 
 def test_variables_contain_no_key() -> None:
     gateway = Gateway(
         "https://a.example", token="very-secret-key", ca_path="/ca.pem", validate_certs=False, name="east"
     )
-    variables = _inventory.variables_of(sandbox(), gateway, "")
+    variables = _inventory.variables_of(make_sandbox(), gateway, "")
     assert variables["ansible_host"] == "0123456789ab" and variables["ansible_connection"] == "grove.sandbox.sandbox"
     assert variables["ansible_sandbox_gateway_url"] == "https://a.example"
     assert variables["ansible_sandbox_ca_path"] == "/ca.pem" and variables["ansible_sandbox_validate_certs"] is False
     assert variables["ansible_python_interpreter"] == "/usr/bin/python3"
     assert variables["grove_sandbox"]["gateway"] == "east"
     assert "very-secret-key" not in str(variables)
-    assert "ansible_python_interpreter" not in _inventory.variables_of(sandbox(backend="jail_zfs"), gateway, "")
-    assert _inventory.variables_of(sandbox(), gateway, "/opt/py")["ansible_python_interpreter"] == "/opt/py"
-    plain = _inventory.variables_of(sandbox(), Gateway("unix:///x", token_file="/key"), "")
-    assert plain["ansible_sandbox_gateway_token_file"] == "/key"
-    assert not {"ansible_sandbox_ca_path", "ansible_sandbox_validate_certs"} & plain.keys()
+    assert "ansible_python_interpreter" not in _inventory.variables_of(make_sandbox(backend="jail_zfs"), gateway, "")
+    assert _inventory.variables_of(make_sandbox(), gateway, "/opt/py")["ansible_python_interpreter"] == "/opt/py"
+    default_variables = _inventory.variables_of(make_sandbox(), Gateway("unix:///x", token_file="/key"), "")
+    assert default_variables["ansible_sandbox_gateway_token_file"] == "/key"
+    assert not {"ansible_sandbox_ca_path", "ansible_sandbox_validate_certs"} & default_variables.keys()
 
 
 @pytest.mark.parametrize(
@@ -131,11 +131,11 @@ def test_keys_are_read_from_options_and_files(tmp_path: Path) -> None:
         Gateway("x", token_file=str(file)).key()
 
 
-def test_gateways_are_remembered_by_sandbox_and_url() -> None:
+def test_gateways_are_stored_by_sandbox_and_url() -> None:
     gateway, other = Gateway("http://one"), Gateway("http://two")
-    _gateways.remember("feedfeedfeed", gateway)
-    _gateways.remember("feedfeedfeed", other)
-    assert _gateways.recall("feedfeedfeed", "http://one") is gateway
-    assert _gateways.recall("feedfeedfeed", "http://two") is other
-    assert _gateways.recall("feedfeedfeed", "http://three") is None
-    assert _gateways.recall("web", "http://one") is None
+    _gateways.store_gateway("feedfeedfeed", gateway)
+    _gateways.store_gateway("feedfeedfeed", other)
+    assert _gateways.find_gateway("feedfeedfeed", "http://one") is gateway
+    assert _gateways.find_gateway("feedfeedfeed", "http://two") is other
+    assert _gateways.find_gateway("feedfeedfeed", "http://three") is None
+    assert _gateways.find_gateway("web", "http://one") is None

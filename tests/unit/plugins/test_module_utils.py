@@ -18,7 +18,7 @@ from ansible_collections.grove.sandbox.plugins.module_utils._plan import (
     temporary_name,
     validate_names,
 )
-from ansible_collections.grove.sandbox.plugins.module_utils._run import HIDDEN, find_secrets, mask_secrets
+from ansible_collections.grove.sandbox.plugins.module_utils._run import MASK, find_secrets, mask_secrets
 from ansible_collections.grove.sandbox.plugins.module_utils._shapes import parse_time
 
 from tests.collection.predictions import CASES, RESOURCE_KINDS, required_items
@@ -109,8 +109,8 @@ def test_invalid_addresses_are_refused(url: str) -> None:
     assert "secret" not in caught.value.message
 
 
-def test_a_key_with_a_line_end_is_refused_without_showing_it() -> None:
-    with pytest.raises(Failure, match="line end") as caught:
+def test_a_key_with_a_line_break_is_refused_without_showing_it() -> None:
+    with pytest.raises(Failure, match="line break") as caught:
         Client("http://x", "secret-key\n")
     assert "secret" not in caught.value.message
 
@@ -122,7 +122,7 @@ def test_references_are_quoted_in_paths() -> None:
 def test_secrets_are_masked() -> None:
     params: dict[str, Any] = {"gateway_token": "0123456789", "env": {"SHORT": "1", "LONG": "very-secret"}}
     result = mask_secrets({"msg": "0123456789 1 very-secret", "list": ["very-secret!"], "n": 1}, find_secrets(params))
-    assert result == {"msg": f"{HIDDEN} 1 {HIDDEN}", "list": [f"{HIDDEN}!"], "n": 1}
+    assert result == {"msg": f"{MASK} 1 {MASK}", "list": [f"{MASK}!"], "n": 1}
 
 
 def test_failures_are_joined() -> None:

@@ -13,11 +13,11 @@ from hypothesis import strategies as st
 from sandbox_gateway.engine.mount_paths import check_mount_paths
 from sandbox_gateway.errors import Invalid
 
-STEPS = st.sampled_from(
+SEGMENTS = st.sampled_from(
     ["srv", "etc", "proc", "run", "usr", "home", "tmp", "a", "a.b", "..", ".", "", "ä", "a b", "x:y"]
 )
 PATHS = st.builds(
-    lambda steps, prefix: prefix + "/".join(steps), st.lists(STEPS, max_size=4), st.sampled_from(["/", ""])
+    lambda segments, prefix: prefix + "/".join(segments), st.lists(SEGMENTS, max_size=4), st.sampled_from(["/", ""])
 )
 
 

@@ -61,8 +61,8 @@ paths = st.sampled_from(["/srv/a", "/srv/b", "/srv/c/", "/srv/d", "/srv/b/inside
 
 
 def volumes(**options: st.SearchStrategy[Any]) -> st.SearchStrategy[Any]:
-    one = {"name": st.sampled_from(VOLUMES), "path": paths, "read_only": st.booleans(), **options}
-    return st.none() | st.lists(st.fixed_dictionaries(one), max_size=2)
+    mount = {"name": st.sampled_from(VOLUMES), "path": paths, "read_only": st.booleans(), **options}
+    return st.none() | st.lists(st.fixed_dictionaries(mount), max_size=2)
 
 
 attachment = st.fixed_dictionaries(
@@ -160,11 +160,11 @@ task_options = {
         }
     ),
 }
-one_task = st.sampled_from(sorted(task_options)).flatmap(lambda kind: st.tuples(st.just(kind), task_options[kind]))
+tasks = st.sampled_from(sorted(task_options)).flatmap(lambda kind: st.tuples(st.just(kind), task_options[kind]))
 
 
 @pytest.fixture(autouse=True)
-def _no_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
+def _no_poll_delay(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(_template, "POLL_SECONDS", (0, 0))
 
 
@@ -173,7 +173,7 @@ def _no_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
     deadline=None,
     suppress_health_check=[HealthCheck.function_scoped_fixture],
 )
-@given(st.lists(one_task, max_size=6), st.lists(st.sampled_from(SANDBOXES), max_size=3), one_task)
+@given(st.lists(tasks, max_size=6), st.lists(st.sampled_from(SANDBOXES), max_size=3), tasks)
 def test_predictions_are_correct_and_runs_are_idempotent(
     gateway: FaultyGateway,
     client: Client,
@@ -182,24 +182,24 @@ def test_predictions_are_correct_and_runs_are_idempotent(
     task: tuple[str, dict[str, Any]],
 ) -> None:
     gateway.reset()
-    carry_out(client, "volume", {"name": ["data", "cache"], "snapshots": ["one"]})
-    carry_out(client, "sandbox", {"name": ["a"], "template": "base", "volumes": [{"name": "data", "path": "/srv/a"}]})
-    carry_out(client, "snapshot", {"name": ["s"], "sandbox": ["a"], "volumes": ["data"]})
+    run_task(client, "volume", {"name": ["data", "cache"], "snapshots": ["one"]})
+    run_task(client, "sandbox", {"name": ["a"], "template": "base", "volumes": [{"name": "data", "path": "/srv/a"}]})
+    run_task(client, "snapshot", {"name": ["s"], "sandbox": ["a"], "volumes": ["data"]})
     for kind, params in history:
-        carry_out(client, kind, params)
+        run_task(client, kind, params)
     for name in dict.fromkeys(changed_sandboxes):
         gateway.write(name)
     kind, params = task
     gateway.calls.clear()
-    predicted = carry_out(client, kind, params, check=True)
+    predicted = run_task(client, kind, params, check=True)
     assert {method for method, _ in gateway.calls} <= {"GET"}
-    actual = carry_out(client, kind, params)
+    actual = run_task(client, kind, params)
     assert predicted.get("failed") == actual.get("failed"), (predicted.get("msg"), actual.get("msg"))
     assert predicted.get("failure") == actual.get("failure")
     if "diff" not in actual:
         return
     check_prediction(predicted, actual)
-    repeated = carry_out(client, kind, params)
+    repeated = run_task(client, kind, params)
     if params.get("rollback_to"):
         # The gateway cannot detect writes to a volume since the snapshot, so every run rolls it back.
         assert {verb for each in repeated["outcomes"] for verb in each["actions"]} <= {"rollback"}
@@ -210,7 +210,7 @@ def test_predictions_are_correct_and_runs_are_idempotent(
         assert repeated.get("failure", {}).get(key) == actual.get("failure", {}).get(key)
 
 
-def carry_out(client: Client, kind: str, params: dict[str, Any], *, check: bool = False) -> dict[str, Any]:
+def run_task(client: Client, kind: str, params: dict[str, Any], *, check: bool = False) -> dict[str, Any]:
     options = {name: value for name, value in params.items() if value is not None}
     return run(RESOURCE_KINDS[kind], {**defaults(RESOURCE_KINDS[kind]), **options}, check=check, client=client)
 
@@ -221,9 +221,9 @@ def test_existing_forks_need_only_one_request(
 ) -> None:
     gateway.reset()
     task = {"snapshot": "base", "metadata": {"run": 7}}
-    created = carry_out(client, "fork", {**task, "count": 3, "name_prefix": "ci"})
+    created = run_task(client, "fork", {**task, "count": 3, "name_prefix": "ci"})
     gateway.calls.clear()
-    repeated = carry_out(client, "fork", {**task, **selection})
+    repeated = run_task(client, "fork", {**task, **selection})
     assert [method for method, _ in gateway.calls] == ["GET"], gateway.calls
     assert (
         not repeated["changed"] and repeated["sandboxes"][0] == created["sandboxes"][0] and repeated["outcomes"] == []
@@ -233,7 +233,7 @@ def test_existing_forks_need_only_one_request(
 def test_fork_results_contain_only_the_documented_fields(gateway: FaultyGateway, client: Client) -> None:
     gateway.reset()
     for check in (True, False):
-        created = carry_out(client, "fork", {"snapshot": "base", "names": ["one"], "metadata": {"a": "b"}}, check=check)
+        created = run_task(client, "fork", {"snapshot": "base", "names": ["one"], "metadata": {"a": "b"}}, check=check)
         (listed,) = created["sandboxes"]
         assert listed == created["sandbox"]
         assert list(listed) == ["id", "name", "state", "address", "forked_from", "snapshot_id", "volumes"]

@@ -75,7 +75,7 @@ def test_a_template_without_memory_is_not_prewarmed() -> None:
     assert plan(current, prewarm=1).refused["web"].kind == "unsupported"
 
 
-def test_a_changed_recipe_takes_the_count_of_the_task() -> None:
+def test_a_rebuild_uses_the_prewarm_count_of_the_task() -> None:
     current = template(prewarm={"ready": 2, "target": 2}, memory="incremental")
     (action,) = plan(current, packages=["curl"]).actions
     assert action.verb == "build" and "prewarm" not in action.request["body"]

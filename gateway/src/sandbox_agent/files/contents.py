@@ -111,7 +111,7 @@ def upload(request: Request, reply: Reply) -> None:
         entries = _store_parts(user, query.get("path", ""), parts, metadata)
     else:
         if not query.get("path"):
-            raise invalid("the parameter path is missing: set it to the path of the file")
+            raise invalid("the parameter 'path' is missing: set it to the path of the file")
         entries = [_store(user, user.path(query["path"]), iter(source.read, b""), metadata)]
     # Read the rest of the body after the last boundary.
     request.body.read_all(PIECE_SIZE)
@@ -127,14 +127,15 @@ def _store_parts(user: users.User, path: str, parts: multipart.Parts, metadata: 
             continue
         if path and entries:
             raise invalid(
-                "the request has several files but only one path: remove path, and set the filename of each file"
+                "the request has several files but only one path: remove the parameter 'path', and set "
+                "the filename of each file"
             )
         target = path or part.filename
         if not target:
-            raise invalid("the file has no filename: set its filename or the parameter path")
+            raise invalid("the file has no filename: set its filename or the parameter 'path'")
         entries.append(_store(user, user.path(target), part.pieces(), metadata))
     if not entries:
-        raise invalid("the request has no part named 'file': send each file in such a part")
+        raise invalid("the request has no part named 'file': send each file in a part with this name")
     return entries
 
 
@@ -202,9 +203,9 @@ class _GzipReader:
                 )
             except self._zlib_error as error:
                 raise invalid(
-                    f"the body is not valid gzip data ({error}): send gzip data, or no Content-Encoding"
+                    f"the body is not valid gzip data ({error}): send gzip data, or omit Content-Encoding"
                 ) from None
             if data or not compressed:
                 if not compressed and not self._decompressor.eof:
-                    raise invalid("the gzip data in the body is truncated: send all of it")
+                    raise invalid("the gzip data in the body is truncated: send the complete data")
                 return data

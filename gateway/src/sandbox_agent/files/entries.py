@@ -87,10 +87,13 @@ def check_metadata(metadata: dict[str, str]) -> dict[str, str]:
     size = 0
     for key, value in metadata.items():
         if not key or not all(" " <= letter <= "~" for letter in key + value):
-            raise invalid(f"metadata {key!r}: keys and values must be printable ASCII, and a key must not be empty")
+            raise invalid(
+                f"the metadata entry {key!r} is not valid: "
+                "use printable ASCII for keys and values, and keys that are not empty"
+            )
         if len(_PREFIX + key) > _MAX_NAME_LENGTH:
             raise invalid(
-                f"metadata {key!r}: the key is too long: use at most {_MAX_NAME_LENGTH - len(_PREFIX)} characters"
+                f"the metadata key {key!r} is too long: use at most {_MAX_NAME_LENGTH - len(_PREFIX)} characters"
             )
         size += len(_PREFIX + key + value)
     if size > _MAX_METADATA_BYTES:

@@ -60,7 +60,7 @@ def list_dir(request: Request, message: dict[str, Any]) -> bytes:
     path = _resolve_path(request, message, "path")
     depth = message.get("depth") or 1
     if isinstance(depth, bool) or not isinstance(depth, int) or depth < 1:
-        raise invalid("the field depth must be a whole number of at least 1")
+        raise invalid("the field 'depth' must be a whole number of at least 1")
     if not stat.S_ISDIR(os.stat(path).st_mode):
         raise invalid(f"{path} is not a directory")
     # Encode entries one by one, because 100,000 dicts take more memory than a small sandbox has.
@@ -131,7 +131,7 @@ def remove(request: Request, message: dict[str, Any]) -> dict[str, Any]:
     """``{path}`` → ``{}``. Removes directories with their contents. A missing path is not an error."""
     path = _resolve_path(request, message, "path")
     if not message.get("path"):
-        raise invalid("the field path is missing or empty: set it to the path to remove")
+        raise invalid("the field 'path' is missing or empty: set it to the path to remove")
     try:
         mode = os.lstat(path).st_mode
     except FileNotFoundError:

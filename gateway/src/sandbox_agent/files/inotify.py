@@ -1,4 +1,4 @@
-"""Watch a directory with inotify of Linux. It is called through ctypes, because the standard library has no binding.
+"""Watch a directory with Linux's inotify, through ctypes because the standard library has no binding for it.
 
 inotify does not report changes that other machines make to a network file system.
 """
@@ -215,7 +215,7 @@ class Tree:
             if len(self._directories) >= MAX_DIRECTORIES:
                 raise Failure(
                     "resource_exhausted",
-                    f"{self._path} contains more than {MAX_DIRECTORIES} directories: watch only a part of them",
+                    f"{self._path} contains more than {MAX_DIRECTORIES} directories: watch only some of them",
                 )
             child = self._directories[wd] = _Directory(wd)
         elif parent.is_in(child):

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 SCAN_SECONDS = 1.0
 """Minimum number of seconds between two scans."""
-_REST_FACTOR = 20
+_PAUSE_FACTOR = 20
 """The pause after a scan is at least this many times as long as the scan itself."""
 MAX_ENTRIES = 10_000
 
@@ -79,7 +79,7 @@ class Tree:
                 prefix = f"{directory}/" if directory else ""
                 entries.update({name: entry for name, entry in self._entries.items() if name.startswith(prefix)})
         now = time.monotonic()
-        self._next_scan_at = now + max(SCAN_SECONDS, _REST_FACTOR * (now - start_time))
+        self._next_scan_at = now + max(SCAN_SECONDS, _PAUSE_FACTOR * (now - start_time))
         return entries
 
     def _add_item(self, item: os.DirEntry[str], directory: str, entries: Entries, stack: list[str]) -> None:
@@ -92,7 +92,7 @@ class Tree:
             raise Failure(
                 "resource_exhausted",
                 f"{self._path} contains more than {MAX_ENTRIES} entries, too many to scan periodically: "
-                "watch only a part of them",
+                "watch only some of them",
             )
         if self._recursive and stat.S_ISDIR(item_stat.st_mode):
             stack.append(name)

@@ -217,7 +217,7 @@ class Watcher:
             return events
 
     def stop(self) -> None:
-        """Make ``run`` return. It must be called only once."""
+        """Make ``run`` return. Call this method only once."""
         os.close(self._stop_writer)
 
 
@@ -233,7 +233,7 @@ class Watchers:
         if not self._slots.acquire(blocking=False):
             raise Failure(
                 "resource_exhausted",
-                f"the limit of {MAX_WATCHES} watches is reached: stop one first",
+                f"there are already {MAX_WATCHES} watches: stop one first",
             )
 
     def watch_dir(self, request: Request, stream: Stream) -> None:
@@ -242,7 +242,7 @@ class Watchers:
         The stream ends without an error when the directory is removed, and with an error at the deadline or if events
         are lost.
         """
-        message = stream.receive_only()
+        message = stream.receive_single()
         self._reserve()
         try:
             watch = Watch(request, message)
@@ -325,7 +325,7 @@ WATCHERS = Watchers()
 
 
 def _send(watch: Watch, stream: Stream) -> bool:
-    """Send the events, even those before a failure. Returns whether there were any."""
+    """Send the pending events, including those that precede a failure. Returns whether there were any."""
     frames: list[bytes] = []
     size = 0
     has_sent = False

@@ -94,7 +94,7 @@ class Stream:
         raise ConnectionLost
 
     def allow_silence(self, seconds: float) -> None:
-        """Set for how many seconds the client may neither send nor read before the connection is closed."""
+        """Set how many seconds the client may neither send nor read before the connection is closed."""
         self._reply.connection.sock.settimeout(seconds)
 
     def receive(self) -> dict[str, Any] | None:
@@ -110,7 +110,7 @@ class Stream:
             raise Failure("unimplemented", "compressed messages are not supported: send them uncompressed")
         return None if flags & _END_OF_STREAM else parse_object(data)
 
-    def receive_only(self) -> dict[str, Any]:
+    def receive_single(self) -> dict[str, Any]:
         """Return the only message of the request."""
         message = self.receive()
         if message is None:
@@ -119,7 +119,7 @@ class Stream:
         return message
 
     def send(self, frames: bytes) -> None:
-        """Send frames that ``encode_frame`` returned."""
+        """Send frames that were encoded with ``encode_frame``."""
         if self._reply.has_begun:
             self._reply.write(frames)
         else:

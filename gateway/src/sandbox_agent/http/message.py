@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 def get_object(message: dict[str, Any], key: str) -> dict[str, Any]:
     value = message.get(key)
     if not isinstance(value, dict):
-        raise invalid(f"the field {key} must be a JSON object")
+        raise invalid(f"the field '{key}' must be a JSON object")
     return value
 
 
@@ -23,7 +23,7 @@ def get_text(message: dict[str, Any], key: str) -> str:
     """Return a string without NUL characters; "" if absent."""
     value = message.get(key) or ""
     if not isinstance(value, str) or "\0" in value:
-        raise invalid(f"the field {key} must be a string without NUL characters")
+        raise invalid(f"the field '{key}' must be a string without NUL characters")
     return value
 
 
@@ -33,7 +33,7 @@ def get_number(message: dict[str, Any], key: str, *, default: float, maximum: fl
     if value is None:
         return default
     if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value <= maximum:
-        raise invalid(f"the field {key} must be a number greater than 0 and at most {maximum:.0f}")
+        raise invalid(f"the field '{key}' must be a number greater than 0 and at most {maximum:.0f}")
     return float(value)
 
 
@@ -42,7 +42,7 @@ def get_bytes(message: dict[str, Any], key: str) -> bytes:
     try:
         return binascii.a2b_base64(message.get(key) or "")
     except (ValueError, TypeError):
-        raise invalid(f"the field {key} must be base64") from None
+        raise invalid(f"the field '{key}' must be base64") from None
 
 
 def get_strings(message: dict[str, Any], key: str) -> list[str]:
@@ -50,7 +50,7 @@ def get_strings(message: dict[str, Any], key: str) -> list[str]:
     if value is None:
         return []
     if not isinstance(value, list) or not all(isinstance(item, str) and "\0" not in item for item in value):
-        raise invalid(f"the field {key} must be a list of strings without NUL characters")
+        raise invalid(f"the field '{key}' must be a list of strings without NUL characters")
     return value
 
 
@@ -62,7 +62,7 @@ def get_variables(message: dict[str, Any], key: str) -> dict[str, str]:
     if not isinstance(value, dict) or not all(
         isinstance(item, str) and name and "=" not in name and "\0" not in name + item for name, item in value.items()
     ):
-        raise invalid(f"the field {key} must be an object that maps variable names to strings")
+        raise invalid(f"the field '{key}' must be an object that maps variable names to strings")
     return value
 
 

@@ -65,7 +65,7 @@ class Parts:
         data = b"\r\n" + self._buffer
         while b"\r\n\r\n" not in data:
             if len(data) > _MAX_HEAD:
-                raise invalid(f"the headers of a multipart part are longer than {_MAX_HEAD} bytes: shorten them")
+                raise invalid(f"the headers of a part are longer than {_MAX_HEAD} bytes: shorten them")
             self._read_more()
             data = b"\r\n" + self._buffer
         head, _, self._buffer = data.partition(b"\r\n\r\n")

@@ -143,7 +143,7 @@ class Body:
         return pieces[0] if len(pieces) == 1 else b"".join(pieces)
 
     def skip(self) -> bool:
-        """Read to the end and return True if the rest is short and its length is known; otherwise return False."""
+        """Read the rest of the body and return True if it is short and its length is known; otherwise return False."""
         if self.finished:
             return True
         if self._chunked or self._expects_continue or self._remaining > PIECE_SIZE:
@@ -153,7 +153,7 @@ class Body:
         return True
 
     def discard(self, seconds: float) -> None:
-        """Read and discard the rest, for at most ``seconds``.
+        """Read and discard the rest of the body, for at most ``seconds``.
 
         Otherwise, a peer that is still sending would receive a reset instead of the response.
         """

@@ -52,7 +52,7 @@ class CellResponse:
         """Handle a piece of stdout or stderr."""
 
     def handle_event(self, line: bytes, timeout_message: str) -> bool:
-        """Handle a result or an error, in the JSON of the kernel. Returns False if ``line`` is neither.
+        """Handle a result or an error, which the kernel sent as JSON. Returns False if ``line`` is neither.
 
         ``timeout_message``: the text of the TimeoutError if the cell exceeded its time limit, otherwise "".
         """

@@ -27,7 +27,7 @@ _STARTUP_SECONDS = 60.0
 
 
 class Contexts:
-    """All contexts. ``environment``: returns the variables of the sandbox, and is called for each cell."""
+    """All contexts. ``environment``: a function that returns the sandbox's variables, called for each cell."""
 
     def __init__(self, environment: Callable[[], dict[str, str]]) -> None:
         self._environment = environment
@@ -52,7 +52,7 @@ class Contexts:
         return self._add(os.urandom(16).hex(), language, directory)
 
     def find(self, context_id: str, language: str = "") -> Context:
-        """Return the context with the id ``context_id``, or for "" the default context of ``language``."""
+        """Return the context with the id ``context_id``; if that is "", the default context of ``language``."""
         language = _check_language(language) if language else ""
         context_id = context_id or DEFAULT_CONTEXTS[language or "python"]
         with self._lock:
@@ -63,7 +63,9 @@ class Contexts:
                 raise _not_found_error(context_id)
             context = self._add(context_id, default_language, _default_directory(users.find_user("")))
         if language and context.language != language:
-            raise invalid(f"the context {context_id} runs {context.language}, not {language}: send only one of the two")
+            raise invalid(
+                f"the context {context_id} runs {context.language}, not {language}: send either context_id or language"
+            )
         return context
 
     def remove(self, context_id: str) -> None:

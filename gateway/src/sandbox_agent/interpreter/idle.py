@@ -1,4 +1,4 @@
-"""Discard the output of kernels between cells, for example of background threads and servers.
+"""Discard the output of kernels between cells, such as that of background threads and servers.
 
 Otherwise, a full pipe would block the writers. While a cell runs, its own thread reads the output. The first output of
 a cell wakes the IdleReader once, which then ignores the pipe until the next call of ``watch``.

@@ -182,7 +182,7 @@ class Kernel:
     # -- called by the user's code -----------------------------------------------------------------------------------
 
     def display(self, *values: Any, **options: Any) -> None:
-        """Send each value as a result, at this point of the output. Ignores the options of IPython's ``display``."""
+        """Send each value as a result, at this position in the output. Ignores the options of IPython's ``display``."""
         for value in values:
             self._send_result({"type": "result", **describe_value(value), "is_main_result": False})
 

@@ -30,7 +30,7 @@ GRACE_SECONDS = 3.0
 _KILL_WAIT_MS = 5000
 _EXIT_WAIT_MS = 500
 _MAX_PIPE_BYTES = 1 << 20
-_HEAD_SECONDS = 0.5
+_HEAD_DELAY_SECONDS = 0.5
 """Seconds without output after which the head of the response is sent separately."""
 KERNEL_DIED = "KernelDied"
 
@@ -90,7 +90,7 @@ class Kernel:
                     self._close()
 
     def drain(self, fd: int) -> bool:
-        """Discard available output. Returns False, without reading, if a cell runs, and at the end of the output."""
+        """Discard available output. Returns False at the end of the output, or, without reading, if a cell runs."""
         with self._lock:
             return not self._busy and not self._closed and child.read_some(fd) != b""
 
@@ -133,7 +133,7 @@ class Kernel:
         child.signal_group(self._process, signal.SIGINT)
 
     def describe_end(self) -> str:
-        """Wait until the process ends, kill it if necessary, and return a sentence about how it ended."""
+        """Wait until the process ends, kill it if necessary, and return a sentence that says how it ended."""
         _is_readable(self._exit_fd, _EXIT_WAIT_MS)
         with self._lock:
             self._kill()
@@ -142,9 +142,9 @@ class Kernel:
             code = self._process.wait()
         if self._retire_reason:
             return self._retire_reason
-        manner = f"with exit code {code}" if code >= 0 else f"by {_signal_name(-code)}"
+        cause = f"with exit code {code}" if code >= 0 else f"by {_signal_name(-code)}"
         return (
-            f"the {self._language.name} kernel ended {manner}: its variables are lost, and the next execution starts "
+            f"the {self._language.name} kernel ended {cause}: its variables are lost, and the next execution starts "
             "a new kernel"
         )
 
@@ -173,7 +173,7 @@ class _CellRun:
         self._response = response
         self._seconds = seconds
         self._deadline = None if seconds is None else time.monotonic() + seconds
-        self._send_head_at: float | None = time.monotonic() + _HEAD_SECONDS
+        self._send_head_at: float | None = time.monotonic() + _HEAD_DELAY_SECONDS
         self._kill_at: float | None = None
         self._overdue = False
         self._client_gone = False
@@ -218,8 +218,8 @@ class _CellRun:
 
     def _milliseconds_until_due(self) -> float | None:
         """Return the milliseconds until the next deadline; None without a deadline."""
-        times = [due for due in (self._deadline, self._send_head_at, self._kill_at) if due is not None]
-        return max(0.0, min(times) - time.monotonic()) * 1000 + 1 if times else None
+        due_times = [due for due in (self._deadline, self._send_head_at, self._kill_at) if due is not None]
+        return max(0.0, min(due_times) - time.monotonic()) * 1000 + 1 if due_times else None
 
     def _check_deadlines(self) -> None:
         now = time.monotonic()
@@ -351,14 +351,14 @@ class _CellRun:
 
     def _read_last_output(self) -> None:
         """Read the rest of the output after the kernel has ended or closed its channel, then raise KernelEnded."""
-        ending = self._kernel.describe_end()
+        description = self._kernel.describe_end()
         for fd in list(self._open_outputs):
             self._read_output(fd, empty=True)
         while self._status is None and _is_readable(self._channel_fd, 0):
             if self._read_channel(select.POLLIN):
                 break
         if self._status is None:
-            raise KernelEnded("TimeoutError" if self._overdue else KERNEL_DIED, ending)
+            raise KernelEnded("TimeoutError" if self._overdue else KERNEL_DIED, description)
 
     # -- to the kernel and the client --------------------------------------------------------------------------------
 

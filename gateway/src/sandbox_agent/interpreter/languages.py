@@ -131,7 +131,7 @@ class Python(Language):
 
 
 class Shell(Language):
-    """An interactive bash, or sh if there is no bash. An interrupt of an interactive shell ends only its command.
+    """An interactive bash, or sh if there is no bash. Interrupting it ends only the running command.
 
     The channel is the standard input of the shell; commands read from /dev/null instead. Each cell is followed by
     commands that report its status.
@@ -163,7 +163,7 @@ class Shell(Language):
     def check(self, cell: Cell) -> None:
         for name in cell.env:
             if not _is_name(name):
-                raise invalid(f"{name!r} is not a valid name of a shell variable: use letters, digits and _")
+                raise invalid(f"{name!r} is not a valid shell variable name: use letters, digits and _")
 
     def encode_cell(self, cell: Cell, count: int) -> bytes:
         self._number += 1

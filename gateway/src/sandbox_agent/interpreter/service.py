@@ -84,7 +84,7 @@ class Interpreter:
 
 def _get_code(message: dict[str, Any]) -> str:
     if not isinstance(message.get("code"), str):
-        raise invalid("the field code must be a string")
+        raise invalid("the field 'code' must be a string")
     return get_text(message, "code")
 
 

@@ -223,7 +223,7 @@ class Identity:
         entropy = get_bytes(message, "entropy")
         if entropy:
             if not MIN_ENTROPY <= len(entropy) <= MAX_ENTROPY:
-                raise invalid(f"the field entropy must be {MIN_ENTROPY} to {MAX_ENTROPY} bytes long")
+                raise invalid(f"the field 'entropy' must be {MIN_ENTROPY} to {MAX_ENTROPY} bytes long")
             steps.append(("entropy", lambda: system.add_entropy(entropy)))
         now = get_number(message, "time", default=0, maximum=1 << 33)
         if now:
@@ -235,7 +235,7 @@ class Identity:
         machine_id = _check_text(message, "machineID", string.hexdigits, 32)
         if machine_id:
             if len(machine_id) != 32:
-                raise invalid("the field machineID must consist of 32 hexadecimal digits")
+                raise invalid("the field 'machineID' must consist of 32 hexadecimal digits")
             steps.append(("machine-id", lambda: self._write("machine-id", machine_id.lower() + "\n")))
         resolvers = _check_addresses(message.get("dns"))
         if resolvers:
@@ -332,7 +332,7 @@ def _check_text(message: dict[str, Any], key: str, letters: str, max_length: int
     if value is None:
         return ""
     if not isinstance(value, str) or len(value) > max_length or not set(value) <= set(letters):
-        raise invalid(f"the field {key} is not valid: use at most {max_length} characters of {letters!r}")
+        raise invalid(f"the field '{key}' is not valid: use at most {max_length} characters of {letters!r}")
     return value
 
 
@@ -340,7 +340,7 @@ def _check_addresses(value: Any) -> list[str]:
     if value is None:
         return []
     if not isinstance(value, list):
-        raise invalid("the field dns must be a list of addresses")
+        raise invalid("the field 'dns' must be a list of addresses")
     for address in value:
         for family in (socket.AF_INET, socket.AF_INET6):
             try:
@@ -349,5 +349,5 @@ def _check_addresses(value: Any) -> list[str]:
             except (OSError, TypeError, ValueError):
                 continue
         else:
-            raise invalid(f"the field dns contains {address!r}, which is not an IP address")
+            raise invalid(f"the field 'dns' contains {address!r}, which is not an IP address")
     return value

@@ -3,7 +3,7 @@
 After a fork, the host sends the identity over this line. This takes a fraction of the time of a fork's first TCP
 connection and HTTP request, which are slow, especially on an emulated processor.
 
-    host     ? and 16 bytes      a probe: does the agent run?
+    host     ? and 16 bytes      a probe: is the agent running?
     agent    the same bytes      yes; from now on, HTTP requests wait until the identity is set
     host     = and JSON          the body of /identity
 

@@ -60,7 +60,7 @@ def handle(request: Request, reply: Reply, *, managed: bool) -> None:
 def _parse_mounts(message: dict[str, Any]) -> list[Mount]:
     items = message.get("mounts")
     if not isinstance(items, list) or not all(isinstance(item, dict) for item in items):
-        raise invalid("the field mounts must be a list of JSON objects")
+        raise invalid("the field 'mounts' must be a list of JSON objects")
     desired: list[Mount] = []
     for item in items:
         mount: Mount = {key: get_text(item, key) for key in _TEXTS}
@@ -127,7 +127,8 @@ def _mount(mount: Mount, deadline: float) -> None:
     if number == errno.ENODEV:
         raise Failure(
             "failed_precondition",
-            f"{path}: this machine's kernel cannot mount {mount['type']}: use a template whose kernel has that module",
+            f"cannot mount {path}, because this machine's kernel does not support {mount['type']}: use a "
+            "template whose kernel does",
         )
     if number == errno.ETIMEDOUT:
         raise Failure(

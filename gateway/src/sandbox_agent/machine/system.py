@@ -87,7 +87,7 @@ def grow_file_system(path: str = "/") -> None:
         timeout=300,
     )
     if result.returncode:
-        raise OSError(0, f"resize2fs: {result.stderr.decode(errors='replace').strip()}")
+        raise OSError(0, f"resize2fs failed: {result.stderr.decode(errors='replace').strip()}")
 
 
 def read_boot_id() -> str:

@@ -23,7 +23,7 @@ class User:
         self.shell = entry.pw_shell or "/bin/sh"
 
     def path(self, path: str) -> str:
-        """Return ``path`` as an absolute path. Relative paths start at the user's home, which is also "" and ``~``."""
+        """Return ``path`` as an absolute path. Relative paths, "" and ``~`` start at the user's home."""
         if "\0" in path:
             raise invalid("a path cannot contain a NUL character")
         require_encodable(path)
@@ -61,7 +61,7 @@ def require_encodable(*texts: str) -> None:
         for text in texts:
             os.fsencode(text)
     except UnicodeEncodeError:
-        raise invalid("a name or an argument contains half of a surrogate pair: remove it") from None
+        raise invalid("a name or an argument contains an unpaired surrogate: remove it") from None
 
 
 def find_user(name: str) -> User:

@@ -39,7 +39,7 @@ class ExecHandler:
         message = request.json()
         argv = get_strings(message, "args")
         if not argv or not argv[0]:
-            raise invalid("the field args must contain a command")
+            raise invalid("the field 'args' must contain a command")
         user = users.find_user(get_text(message, "user")) if message.get("user") else users.user_of(request)
         env = child.build_environment(user, self._default_env(), get_variables(message, "env"))
         run = CommandRun(

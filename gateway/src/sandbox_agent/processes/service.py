@@ -53,11 +53,11 @@ class ProcessService:
         ``input``, which envd's API does not have, is the whole standard input in base64. The start event confirms it.
         The process is killed at the request's deadline, but not when the client hangs up.
         """
-        message = stream.receive_only()
+        message = stream.receive_single()
         config = get_object(message, "process")
         argv = [get_text(config, "cmd"), *get_strings(config, "args")]
         if not argv[0]:
-            raise invalid("the field process.cmd is missing: set it to the program to run")
+            raise invalid("the field 'process.cmd' is missing: set it to the program to run")
         user = users.user_of(request)
         envs = get_variables(config, "envs")
         cwd = get_text(config, "cwd")
@@ -66,7 +66,7 @@ class ProcessService:
         input_data = get_bytes(message, "input") if "input" in message else None
         if input_data is not None and "pty" in message:
             raise invalid(
-                "input and pty are mutually exclusive, because a terminal has no end of input: remove one of them"
+                "'input' and 'pty' are mutually exclusive, because a terminal has no end of input: remove one of them"
             )
         process = Process(
             argv,
@@ -84,7 +84,7 @@ class ProcessService:
 
     def connect(self, request: Request, stream: Stream) -> None:
         """``{process: selector}`` → the start event, the tail of the output, then new events."""
-        process = self._table.find(stream.receive_only().get("process"), ended=True)
+        process = self._table.find(stream.receive_single().get("process"), ended=True)
         self._follow(process, stream)
 
     def _follow(
@@ -157,7 +157,7 @@ class ProcessService:
         process = self._table.find(message.get("process"))
         number = _SIGNALS.get(message.get("signal", ""))
         if number is None:
-            raise invalid("the field signal must be SIGNAL_SIGTERM or SIGNAL_SIGKILL")
+            raise invalid("the field 'signal' must be SIGNAL_SIGTERM or SIGNAL_SIGKILL")
         process.signal(number)
         return {}
 
@@ -203,4 +203,4 @@ def _terminal_size(message: dict[str, Any]) -> tuple[int, int] | None:
     try:
         return int(size.get("cols") or 80), int(size.get("rows") or 24)
     except (ValueError, TypeError, AttributeError):
-        raise invalid("the field pty.size must be {cols, rows}") from None
+        raise invalid("the field 'pty.size' must be {cols, rows}") from None

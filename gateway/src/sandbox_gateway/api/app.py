@@ -11,10 +11,10 @@ from fastapi.openapi.utils import get_openapi
 
 from sandbox_gateway import __version__
 from sandbox_gateway.api import errors, events, metrics
-from sandbox_gateway.api.access.auth import OPEN_PATHS, Authorise, Keys, is_identified
+from sandbox_gateway.api.access.auth import OPEN_PATHS, AuthMiddleware, Keys, is_identified
 from sandbox_gateway.api.access.limits import BodyLimit
 from sandbox_gateway.api.data_plane.pools import Pools
-from sandbox_gateway.api.data_plane.proxy import Addresses, DataPlane
+from sandbox_gateway.api.data_plane.proxy import AddressFormats, DataPlane
 from sandbox_gateway.api.dependencies import EngineDep
 from sandbox_gateway.api.errors import ErrorShape, Guard
 from sandbox_gateway.api.forkd import routes as forkd
@@ -89,9 +89,9 @@ def create_app(engine: Engine, config: Config, keys: Keys) -> FastAPI:
         app.include_router(router)
     # The middleware added last runs first.
     app.add_middleware(BodyLimit, seconds=config.server.request_seconds)
-    app.add_middleware(Authorise, keys=keys)
+    app.add_middleware(AuthMiddleware, keys=keys)
     app.add_middleware(
-        DataPlane, engine=engine, keys=keys, addresses=Addresses(config.server.domain), pools=app.state.pools
+        DataPlane, engine=engine, keys=keys, addresses=AddressFormats(config.server.domain), pools=app.state.pools
     )
     app.add_middleware(Guard, metrics=app.state.metrics)
     app.openapi = lambda: _openapi(app)  # type: ignore[method-assign]

@@ -12,7 +12,7 @@ from sandbox_gateway.api.dependencies import MAX_REF_LENGTH
 from sandbox_gateway.engine.spec import UNSET
 
 MAX_FORKS = 1000
-_CENTURY = 3_153_600_000
+_CENTURY_SECONDS = 3_153_600_000
 
 
 def _parse_never(value: object) -> object:
@@ -23,7 +23,7 @@ def _parse_never(value: object) -> object:
 
 
 AnyRef = Annotated[str, Field(min_length=1, max_length=MAX_REF_LENGTH)]
-Seconds = Annotated[float, Field(ge=0, le=_CENTURY, allow_inf_nan=False)]
+Seconds = Annotated[float, Field(ge=0, le=_CENTURY_SECONDS, allow_inf_nan=False)]
 Timeout = Annotated[Seconds | None, BeforeValidator(_parse_never)]
 """Seconds from now until the sandbox ends; null or -1: never."""
 TIMEOUT = Field(None, description="Seconds from now; -1 or null: never. Absent: the host's default, or no change.")
@@ -34,7 +34,7 @@ class Refused:
     """An unsupported field, which is refused because a caller that sets it relies on it.
 
     ``reason`` completes the sentence "FIELD: not supported, ..." and says what to do instead. ``accepted`` are the
-    values that ask for nothing; null always does.
+    values that have no effect; null is always accepted.
     """
 
     reason: str
@@ -48,8 +48,8 @@ class Body(BaseModel):
     """A request body.
 
     Unknown fields are ignored, as the dialects' clients expect; ``unknown_fields`` warns about them and refuses
-    those in ``refused``. Names are those in JSON. tests/sdk/test_fields.py compares the fields with the published
-    clients, and generates the tables in docs/.
+    those in ``refused``. Both use the names of fields in JSON. tests/sdk/test_fields.py compares the fields with the
+    published clients, and generates the tables in docs/.
     """
 
     model_config = ConfigDict(extra="ignore", populate_by_name=True)

@@ -1,4 +1,4 @@
-"""Convert all errors to one shape: `{code, message, error, kind, blockers}`, and `details` where there are any."""
+"""Convert all errors to one shape: `{code, message, error, kind, blockers}`, and `details` if there are any."""
 
 from __future__ import annotations
 
@@ -121,8 +121,8 @@ def _routing_error(request: Request, error: HTTPException) -> tuple[str, str]:
     if error.status_code == 404:
         return "not_found", f"route {request_line} not found: GET /openapi.json lists the routes"
     if error.status_code == 405:
-        allowed = (error.headers or {}).get("Allow") or (error.headers or {}).get("allow") or "another method"
-        return "invalid", f"{request_line} is not supported: this route accepts {allowed}"
+        allowed_methods = (error.headers or {}).get("Allow") or (error.headers or {}).get("allow") or "another method"
+        return "invalid", f"{request_line} is not supported: this route accepts {allowed_methods}"
     if error.status_code == 400:
         return "invalid", "the body cannot be read: send a JSON object, with Content-Type: application/json"
     return "invalid", f"{request_line}: {error.detail}"

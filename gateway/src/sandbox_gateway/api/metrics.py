@@ -127,8 +127,8 @@ class _Inventory(Collector):
         for state in SandboxState:
             sandboxes.add_metric([state.value], states[state.value])
         yield sandboxes
-        visible = self._engine.snapshots.list([SnapshotKind.SNAPSHOT, SnapshotKind.TEMPLATE])
-        kinds = Tally(snapshot.kind.value for snapshot in visible)
+        visible_snapshots = self._engine.snapshots.list([SnapshotKind.SNAPSHOT, SnapshotKind.TEMPLATE])
+        kinds = Tally(snapshot.kind.value for snapshot in visible_snapshots)
         snapshots = GaugeMetricFamily("sandbox_gateway_snapshots", "Visible snapshots, by kind.", labels=["kind"])
         for kind in ("snapshot", "template"):
             snapshots.add_metric([kind], kinds[kind])

@@ -1,6 +1,6 @@
 """Send responses that contain a guest program's output: up to 32 MiB, or six times as much when encoded as JSON.
 
-They are encoded and sent in pieces, so that the event loop can serve others in between.
+They are encoded and sent in pieces, so that the event loop can serve other requests in between.
 """
 
 from __future__ import annotations

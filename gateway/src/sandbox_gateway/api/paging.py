@@ -47,7 +47,7 @@ def _decode(token: str, order: Order) -> Key:
         created_at, id, token_order = json.loads(base64.urlsafe_b64decode(token + "=" * (-len(token) % 4)))
         time = datetime.fromisoformat(created_at)
     except (ValueError, TypeError, binascii.Error, RecursionError):
-        raise Invalid("nextToken was not issued by this gateway: start again without it") from None
+        raise Invalid("the parameter 'nextToken' was not issued by this gateway: start again without it") from None
     if not isinstance(id, str) or time.tzinfo is None or token_order != order:
-        raise Invalid("nextToken belongs to another list or order: start again without it")
+        raise Invalid("the parameter 'nextToken' belongs to another list or order: start again without it")
     return time, id

@@ -45,7 +45,7 @@ class _FieldPath:
 
 @dataclass(frozen=True)
 class RefusedField(_FieldPath):
-    """A field in ``Body.refused`` whose value asks for something."""
+    """A field in ``Body.refused`` with a value that is not accepted."""
 
     reason: str
 

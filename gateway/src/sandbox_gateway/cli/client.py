@@ -11,7 +11,7 @@ import ssl
 from collections.abc import Iterator, Mapping
 from urllib.parse import quote, unquote, urlencode, urlsplit
 
-from sandbox_gateway.cli.failure import Exit, Failure, failure_from_response
+from sandbox_gateway.cli.failure import ExitCode, Failure, failure_from_response
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -62,7 +62,7 @@ class Client:
             if not token:
                 return items
 
-    def lines(self, route: str, **params: Any) -> Iterator[str]:
+    def stream_lines(self, route: str, **params: Any) -> Iterator[str]:
         """Yield the lines of a response as they arrive, over a connection of its own."""
         connection = self._address.connection()
         try:
@@ -74,16 +74,16 @@ class Client:
         finally:
             connection.close()
 
-    def events(self, operation: str = "") -> Iterator[tuple[str, dict[str, Any]]]:
+    def stream_events(self, operation: str = "") -> Iterator[tuple[str, dict[str, Any]]]:
         """Yield (type, data) of each event as it happens. The first is ("connected", {}): no later event is missed."""
-        kind = ""
-        for line in self.lines("/events", operation=operation):
+        event_type = ""
+        for line in self.stream_lines("/events", operation=operation):
             if line == ": connected":
                 yield "connected", {}
             elif line.startswith("event: "):
-                kind = line.removeprefix("event: ")
+                event_type = line.removeprefix("event: ")
             elif line.startswith("data: "):
-                yield kind, json.loads(line.removeprefix("data: "))
+                yield event_type, json.loads(line.removeprefix("data: "))
 
     def _call(
         self,
@@ -124,10 +124,10 @@ class Client:
             connection.request(method, target, content, sent_headers)
             return connection.getresponse()
         except (OSError, http.client.HTTPException) as error:
-            raise self._lost(error) from None
+            raise self._lost_connection_failure(error) from None
         except ValueError:  # A header must be Latin-1 text without line breaks.
             raise Failure(
-                "the API key contains characters that cannot be sent", Exit.USAGE, "check the key, or its file"
+                "the API key contains characters that cannot be sent", ExitCode.USAGE, "check the key, or its file"
             ) from None
 
     def _connect(self, connection: http.client.HTTPConnection) -> None:
@@ -136,10 +136,12 @@ class Client:
         try:
             connection.connect()
         except TimeoutError:
-            raise Failure(f"the gateway at {self.url} did not respond in time", Exit.UNREACHABLE, "try again") from None
+            raise Failure(
+                f"the gateway at {self.url} did not respond in time", ExitCode.UNREACHABLE, "try again"
+            ) from None
         except (OSError, http.client.HTTPException) as error:
             message = f"cannot reach the gateway at {self.url}: {_connect_failure_reason(error)}"
-            raise Failure(message, Exit.UNREACHABLE, _connect_failure_hint(error)) from None
+            raise Failure(message, ExitCode.UNREACHABLE, _connect_failure_hint(error)) from None
         assert connection.sock is not None
         connection.sock.settimeout(None)  # A request may take as long as its work.
 
@@ -147,18 +149,18 @@ class Client:
         try:
             return response.readline() if line else response.read()
         except (OSError, http.client.HTTPException) as error:
-            raise self._lost(error) from None
+            raise self._lost_connection_failure(error) from None
 
-    def _lost(self, error: Exception) -> Failure:
+    def _lost_connection_failure(self, error: Exception) -> Failure:
         return Failure(
             f"the connection to the gateway at {self.url} was lost: {error or type(error).__name__}",
-            Exit.UNREACHABLE,
+            ExitCode.UNREACHABLE,
             "the gateway may have restarted: check the result of the request, then try again",
         )
 
 
 class _Address:
-    """The address of a gateway: how to connect to it, and what each request needs because of it."""
+    """The address of a gateway: how to connect to it, and the path prefix and headers of each request."""
 
     def __init__(self, url: str) -> None:
         self.prefix = ""
@@ -170,9 +172,9 @@ class _Address:
             parts = urlsplit(url)
             self._host, self._port = parts.hostname or "", parts.port
         except ValueError as error:
-            raise _invalid(url, f": {error}") from None
+            raise _invalid_url_failure(url, f": {error}") from None
         if parts.scheme not in ("http", "https") or not self._host:
-            raise _invalid(url)
+            raise _invalid_url_failure(url)
         self._is_tls = parts.scheme == "https"
         self.prefix = parts.path.rstrip("/")
         if parts.username is not None:
@@ -185,11 +187,11 @@ class _Address:
     def connection(self) -> http.client.HTTPConnection:
         if self._socket_path:
             return _UnixConnection(self._socket_path)
-        kind = _tls_connection if self._is_tls else http.client.HTTPConnection
+        connection_class = _tls_connection if self._is_tls else http.client.HTTPConnection
         if not self._proxy:
-            return kind(self._host, self._port, timeout=CONNECT_SECONDS)
+            return connection_class(self._host, self._port, timeout=CONNECT_SECONDS)
         proxy = urlsplit(self._proxy if "//" in self._proxy else f"//{self._proxy}")
-        connection = kind(proxy.hostname or "", proxy.port or 80, timeout=CONNECT_SECONDS)
+        connection = connection_class(proxy.hostname or "", proxy.port or 80, timeout=CONNECT_SECONDS)
         if self._is_tls:
             connection.set_tunnel(self._host, self._port or 443)
         return connection
@@ -227,9 +229,9 @@ def _find_proxy(scheme: str, host: str) -> str:
     return proxies.get(scheme) or proxies.get("all", "")
 
 
-def _invalid(url: str, reason: str = "") -> Failure:
+def _invalid_url_failure(url: str, reason: str = "") -> Failure:
     return Failure(
-        f"{url!r} is not the address of a gateway{reason}", Exit.USAGE, "use unix:///path, http:// or https://"
+        f"{url!r} is not the address of a gateway{reason}", ExitCode.USAGE, "use unix:///path, http:// or https://"
     )
 
 

@@ -1,4 +1,4 @@
-"""Arguments that all commands share, and how they get the settings."""
+"""Arguments that many commands share, and access to the settings."""
 
 from __future__ import annotations
 

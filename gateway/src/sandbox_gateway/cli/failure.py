@@ -10,7 +10,7 @@ if TYPE_CHECKING:
     from typing import Any
 
 
-class Exit(IntEnum):
+class ExitCode(IntEnum):
     OK = 0
     FAILED = 1
     USAGE = 2
@@ -23,7 +23,7 @@ class Exit(IntEnum):
 class Failure(Exception):
     """An error that ends the command: ``message`` and ``hint`` go to standard error."""
 
-    def __init__(self, message: str, code: Exit = Exit.FAILED, hint: str = "") -> None:
+    def __init__(self, message: str, code: ExitCode = ExitCode.FAILED, hint: str = "") -> None:
         super().__init__(message)
         self.message = message
         self.code = code
@@ -31,24 +31,26 @@ class Failure(Exception):
 
 
 _EXIT_BY_STATUS = {
-    400: Exit.USAGE,
-    401: Exit.UNREACHABLE,
-    403: Exit.UNREACHABLE,
-    404: Exit.NOT_FOUND,
-    409: Exit.CONFLICT,
-    410: Exit.NOT_FOUND,
-    413: Exit.USAGE,
-    507: Exit.NO_SPACE,
+    400: ExitCode.USAGE,
+    401: ExitCode.UNREACHABLE,
+    403: ExitCode.UNREACHABLE,
+    404: ExitCode.NOT_FOUND,
+    409: ExitCode.CONFLICT,
+    410: ExitCode.NOT_FOUND,
+    413: ExitCode.USAGE,
+    507: ExitCode.NO_SPACE,
 }
-_EXIT_BY_KIND = {"unsupported": Exit.FAILED, "over_quota": Exit.FAILED}
+_EXIT_BY_KIND = {"unsupported": ExitCode.FAILED, "over_quota": ExitCode.FAILED}
 
 
 def failure_from_response(status: int, body: Any) -> Failure:
     """Create the Failure for an error response of the gateway. ``body``: its JSON, or None."""
     if not isinstance(body, dict) or "message" not in body:
-        return Failure(f"the response is not from a sandbox gateway (HTTP {status})", Exit.UNREACHABLE, "check --url")
+        return Failure(
+            f"the response is not from a sandbox gateway (HTTP {status})", ExitCode.UNREACHABLE, "check --url"
+        )
     kind, message = body.get("kind", ""), str(body["message"])
-    code = _EXIT_BY_KIND.get(kind) or _EXIT_BY_STATUS.get(status, Exit.FAILED)
+    code = _EXIT_BY_KIND.get(kind) or _EXIT_BY_STATUS.get(status, ExitCode.FAILED)
     return Failure(message, code, _hint(kind, body.get("blockers") or [], body.get("details") or {}))
 
 
@@ -75,14 +77,14 @@ def _in_use_hint(blockers: Sequence[str], details: Mapping[str, Any]) -> str:
         return "try again in a moment"
     if details.get("resource") in ("volume", "volume_snapshot"):
         obstacles = {*users, *details["overrides"]}
-        return "; ".join(way for obstacle, way in _REMEDIES.items() if obstacle in obstacles)
+        return "; ".join(remedy for obstacle, remedy in _REMEDIES.items() if obstacle in obstacles)
     if details and not users & {"sandbox", "clone"}:
         # Only the host knows these users, and the message says what to do.
         return ""
-    ways = f"sandboxctl kill {' '.join(blockers) or 'them'}"
+    commands = f"sandboxctl kill {' '.join(blockers) or 'them'}"
     if "clone" in users:
-        ways = "sandboxctl kill SANDBOX, sandboxctl volume delete VOLUME"
-    return f"delete its users first ({ways}), or delete it with --when-unused"
+        commands = "sandboxctl kill SANDBOX, sandboxctl volume delete VOLUME"
+    return f"delete its users first ({commands}), or delete it with --when-unused"
 
 
 _REMEDIES = {

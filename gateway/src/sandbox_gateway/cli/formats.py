@@ -6,7 +6,7 @@ import re
 from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
 
-from sandbox_gateway.cli.failure import Exit, Failure
+from sandbox_gateway.cli.failure import ExitCode, Failure
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -21,7 +21,7 @@ def parse_size(text: str) -> int:
     """Parse a size: "512M", "4G", or a plain number of MiB."""
     match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([mgt]?)(?:i?b)?", text.strip().lower())
     if not match:
-        raise Failure(f"{text!r} is not a size", Exit.USAGE, "write 512M, 4G, or a number of MiB")
+        raise Failure(f"{text!r} is not a size", ExitCode.USAGE, "write 512M, 4G, or a number of MiB")
     return round(float(match[1]) * _MIB[match[2]])
 
 
@@ -31,17 +31,17 @@ def parse_duration(text: str) -> float:
         return -1
     match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([smhd]?)", text.strip().lower())
     if not match:
-        raise Failure(f"{text!r} is not a duration", Exit.USAGE, "write 90s, 10m, 2h, 1d, or never")
+        raise Failure(f"{text!r} is not a duration", ExitCode.USAGE, "write 90s, 10m, 2h, 1d, or never")
     return float(match[1]) * _SECONDS[match[2]]
 
 
 def parse_pairs(texts: Sequence[str], noun: str) -> dict[str, str]:
-    """Parse texts such as `KEY=VALUE` into a mapping; ``noun``: what error messages call one of them."""
+    """Parse texts such as `KEY=VALUE` into a mapping; ``noun``: the word for one pair in error messages."""
     pairs = {}
     for text in texts:
         key, equals, value = text.partition("=")
         if not key or not equals:
-            raise Failure(f"{text!r} is not {noun}", Exit.USAGE, f"write {noun} as KEY=VALUE")
+            raise Failure(f"{text!r} is not {noun}", ExitCode.USAGE, f"write {noun} as KEY=VALUE")
         pairs[key] = value
     return pairs
 
@@ -54,7 +54,9 @@ def parse_mount(text: str) -> dict[str, Any]:
         path = parts[0]
         flags.add(parts[2])
     if not name or not path.startswith("/"):
-        raise Failure(f"{text!r} is not a volume mount", Exit.USAGE, "write NAME:/PATH, followed by :ro or :clone")
+        raise Failure(
+            f"{text!r} is not a volume mount", ExitCode.USAGE, "write NAME:/PATH, optionally followed by :ro or :clone"
+        )
     return {"name": name, "path": path, "readOnly": "ro" in flags, "clone": "clone" in flags}
 
 

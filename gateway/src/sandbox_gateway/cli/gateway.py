@@ -26,7 +26,7 @@ def events(
 ) -> None:
     """Print events as they happen, until interrupted. With --json, print one object per line."""
     settings = get_settings(ctx, as_json)
-    for kind, data in settings.client.events(operation):
+    for kind, data in settings.client.stream_events(operation):
         if kind == "connected":
             continue
         if settings.json:

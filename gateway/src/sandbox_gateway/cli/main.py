@@ -1,7 +1,8 @@
 """The entry point of `sandboxctl`. Queries run without the command-line library, whose import takes most of their time.
 
 The modules that a query imports (`quick`, `queries`, `settings`, `client`, `render`, `formats`, `failure`) import only
-what `http.client` and `json` import as well, at least until they need more. That is why they do not use `typing`.
+what `http.client` and `json` import as well, and other modules only when they need them. That is why they do not
+use `typing`.
 """
 
 from __future__ import annotations
@@ -9,7 +10,7 @@ from __future__ import annotations
 import sys
 
 from sandbox_gateway.cli import quick
-from sandbox_gateway.cli.failure import Exit, Failure
+from sandbox_gateway.cli.failure import ExitCode, Failure
 
 _INTERRUPTED = 130
 
@@ -20,21 +21,21 @@ def main() -> None:
         query = quick.parse(sys.argv[1:])
         if query is not None:
             query()
-            sys.exit(Exit.OK)
+            sys.exit(ExitCode.OK)
         from sandbox_gateway.cli.app import app
 
         app()
     except Failure as failure:
         from sandbox_gateway.cli import render
 
-        render.note(f"sandboxctl: {failure.message}")
+        render.print_note(f"sandboxctl: {failure.message}")
         if failure.hint:
-            render.note(f"  {failure.hint}")
+            render.print_note(f"  {failure.hint}")
         sys.exit(failure.code)
     except BrokenPipeError:
         # The reader of the output has closed it: prevent the interpreter from flushing to it at exit.
         sys.stdout = None
-        sys.exit(Exit.FAILED)
+        sys.exit(ExitCode.FAILED)
     except KeyboardInterrupt:
         sys.exit(_INTERRUPTED)
 

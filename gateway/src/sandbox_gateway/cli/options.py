@@ -8,7 +8,7 @@ from typing import Annotated, Any
 import typer
 
 from sandbox_gateway.cli import formats
-from sandbox_gateway.cli.failure import Exit, Failure
+from sandbox_gateway.cli.failure import ExitCode, Failure
 
 Cpus = Annotated[int | None, typer.Option("--cpus", metavar="N", help="Virtual CPUs.", show_default=False)]
 Memory = Annotated[str, typer.Option("--memory", metavar="SIZE", help="Memory, such as 512M.", show_default=False)]
@@ -107,14 +107,14 @@ def size_fields(cpus: int | None, memory: str, disk: str) -> dict[str, int]:
 
 def mount_fields(volumes: list[str], no_volumes: bool) -> list[dict[str, Any]]:
     if volumes and no_volumes:
-        raise Failure("--volume and --no-volumes are mutually exclusive", Exit.USAGE, "leave one of them out")
+        raise Failure("--volume and --no-volumes are mutually exclusive", ExitCode.USAGE, "leave one of them out")
     return [formats.parse_mount(volume) for volume in volumes]
 
 
 def count_fields(
     count: int | None, names: list[str] | None, concurrency: int | None, best_effort: bool
 ) -> tuple[dict[str, Any], int]:
-    """Return the request's fields for the number and names of sandboxes, and the number."""
+    """Return the request's fields for the number and names of sandboxes, and that number itself."""
     all_names = formats.split_list(names or [])
     body: dict[str, Any] = {"names": all_names} if all_names else {"count": count or 1}
     if all_names and count is not None:

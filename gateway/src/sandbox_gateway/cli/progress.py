@@ -16,7 +16,7 @@ _SUBSCRIBE_SECONDS = 5
 
 
 def follow_log(lines: Iterable[str], title: str) -> None:
-    """Print ``lines`` as they arrive, above a running clock."""
+    """Print ``lines`` as they arrive, above the elapsed time."""
     lines = map(remove_control_characters, lines)
     if not sys.stderr.isatty():
         for line in lines:
@@ -49,7 +49,7 @@ def fork_many(client: Client, route: str, body: dict[str, Any], count: int, titl
         def listen() -> None:
             # Ignore errors here: the request itself reports them.
             try:
-                for kind, data in client.events(operation):
+                for kind, data in client.stream_events(operation):
                     subscribed.set()
                     if kind == "fork.progress":
                         bar.update(task, completed=data["done"], total=data["total"])

@@ -17,22 +17,22 @@ def list_sandboxes(
     sandboxes = settings.client.get_all(
         "/sandboxes", state=state, template=template, snapshotID=snapshot, metadata=query
     )
-    render.print_json(sandboxes) if settings.json else render.sandboxes(sandboxes)
+    render.print_json(sandboxes) if settings.json else render.print_sandboxes(sandboxes)
 
 
 def list_snapshots(settings: Settings, *, sandbox: str = "", template: str = "") -> None:
     snapshots = settings.client.get_all("/snapshots", sandboxID=sandbox, templateID=template)
-    render.print_json(snapshots) if settings.json else render.snapshots(snapshots)
+    render.print_json(snapshots) if settings.json else render.print_snapshots(snapshots)
 
 
 def list_templates(settings: Settings) -> None:
     templates = settings.client.get_all("/templates")
-    render.print_json(templates) if settings.json else render.templates(templates)
+    render.print_json(templates) if settings.json else render.print_templates(templates)
 
 
 def list_volumes(settings: Settings) -> None:
     volumes = settings.client.get_all("/volumes")
-    render.print_json(volumes) if settings.json else render.volumes(volumes)
+    render.print_json(volumes) if settings.json else render.print_volumes(volumes)
 
 
 def show_sandbox(settings: Settings, sandbox: str) -> None:
@@ -53,7 +53,7 @@ def show_volume(settings: Settings, volume: str) -> None:
 
 def _show(settings: Settings, collection: str, ref: str) -> None:
     details = settings.client.get(path(collection, ref))
-    render.print_json(details) if settings.json else render.detail(details)
+    render.print_json(details) if settings.json else render.print_details(details)
 
 
 def show_usage(settings: Settings, sandbox: str) -> None:

@@ -17,7 +17,7 @@ TYPE_CHECKING = False
 if TYPE_CHECKING:
     from typing import Any
 
-_FLAG = "--json"
+_JSON_OPTION = "--json"
 _GLOBAL_OPTIONS = {"--url": "url", "--token": "token", "--token-file": "token_file"}
 REPEATABLE = ("metadata",)
 """Parameters whose options can be given several times."""
@@ -62,9 +62,9 @@ def parse(arguments: Sequence[str]) -> Callable[[], None] | None:
     words, remaining = list(arguments), []
     settings: dict[str, Any] = {}
     while words and words[0].startswith("-"):
-        if (word := words.pop(0)) == _FLAG:
+        if (word := words.pop(0)) == _JSON_OPTION:
             settings["json"] = True
-        elif (option := _take(word, words, _GLOBAL_OPTIONS)) is not None:
+        elif (option := _parse_option(word, words, _GLOBAL_OPTIONS)) is not None:
             settings[option[0]] = option[1]
         else:
             return None
@@ -75,11 +75,11 @@ def parse(arguments: Sequence[str]) -> Callable[[], None] | None:
     parameters: dict[str, Any] = {}
     while words:
         word = words.pop(0)
-        if word == _FLAG:
+        if word == _JSON_OPTION:
             settings["json"] = True
         elif not word.startswith("-"):
             remaining.append(word)
-        elif (option := _take(word, words, query.options)) is None:
+        elif (option := _parse_option(word, words, query.options)) is None:
             return None
         elif option[0] in REPEATABLE:
             parameters.setdefault(option[0], []).append(option[1])
@@ -90,8 +90,8 @@ def parse(arguments: Sequence[str]) -> Callable[[], None] | None:
     return partial(query.run, _settings(settings), *remaining, **parameters)
 
 
-def _take(word: str, words: list[str], options: Mapping[str, str]) -> tuple[str, str] | None:
-    """Return the parameter and the value of an option, whose value may be the next word. None if it is not known."""
+def _parse_option(word: str, words: list[str], options: Mapping[str, str]) -> tuple[str, str] | None:
+    """Return the parameter and the value of an option, whose value may be the next word; None if it is unknown."""
     name, equals, value = word.partition("=")
     if name not in options or (equals and not name.startswith("--")):
         return None

@@ -23,46 +23,46 @@ def print_json(value: Any) -> None:
     sys.stdout.write(escape_control_characters(json.dumps(value, indent=2, ensure_ascii=False)) + "\n")
 
 
-def note(text: str) -> None:
+def print_note(text: str) -> None:
     """Print a human-readable note to standard error."""
     print(remove_control_characters(text), file=sys.stderr)
 
 
-def sandboxes(items: Sequence[Mapping[str, Any]]) -> None:
-    heads = ("NAME", "ID", "STATE", "TEMPLATE", "FROM", "CPU", "MEMORY", "AGE", "TIMEOUT")
+def print_sandboxes(items: Sequence[Mapping[str, Any]]) -> None:
+    headings = ("NAME", "ID", "STATE", "TEMPLATE", "FROM", "CPU", "MEMORY", "AGE", "TIMEOUT")
     _table(
-        heads, (_sandbox_row(item) for item in items), empty="no sandboxes: `sandboxctl create TEMPLATE` creates one"
+        headings, (_sandbox_row(item) for item in items), empty="no sandboxes: `sandboxctl create TEMPLATE` creates one"
     )
 
 
-def snapshots(items: Sequence[Mapping[str, Any]]) -> None:
-    heads = ("NAME", "ID", "SOURCE", "MEMORY", "WRITTEN", "DISK", "PAUSE", "FORKS", "AGE")
+def print_snapshots(items: Sequence[Mapping[str, Any]]) -> None:
+    headings = ("NAME", "ID", "SOURCE", "MEMORY", "WRITTEN", "DISK", "PAUSE", "FORKS", "AGE")
     _table(
-        heads,
+        headings,
         (_snapshot_row(item) for item in items),
         empty="no snapshots: `sandboxctl snapshot create SANDBOX` takes one",
     )
 
 
-def volumes(items: Sequence[Mapping[str, Any]]) -> None:
-    heads = ("NAME", "SIZE", "USED", "MOUNTED BY", "FROM", "AGE")
+def print_volumes(items: Sequence[Mapping[str, Any]]) -> None:
+    headings = ("NAME", "SIZE", "USED", "MOUNTED BY", "FROM", "AGE")
     rows = (_volume_row(item) for item in items)
-    _table(heads, rows, empty="no volumes: `sandboxctl volume create NAME` creates one")
+    _table(headings, rows, empty="no volumes: `sandboxctl volume create NAME` creates one")
 
 
-def volume_snapshots(items: Sequence[Mapping[str, Any]], volume: str) -> None:
-    heads = ("NAME", "ID", "SIZE", "PART OF", "AGE")
+def print_volume_snapshots(items: Sequence[Mapping[str, Any]], volume: str) -> None:
+    headings = ("NAME", "ID", "SIZE", "PART OF", "AGE")
     rows = (_volume_snapshot_row(item) for item in items)
-    _table(heads, rows, empty=f"no snapshots of {volume}: `sandboxctl volume snapshot {volume}` takes one")
+    _table(headings, rows, empty=f"no snapshots of {volume}: `sandboxctl volume snapshot {volume}` takes one")
 
 
-def templates(items: Sequence[Mapping[str, Any]]) -> None:
-    heads = ("NAME", "ID", "STATUS", "CPU", "MEMORY", "DISK", "CAPTURED", "FORKS", "AGE")
+def print_templates(items: Sequence[Mapping[str, Any]]) -> None:
+    headings = ("NAME", "ID", "STATUS", "CPU", "MEMORY", "DISK", "CAPTURED", "FORKS", "AGE")
     rows = (_template_row(item) for item in items)
-    _table(heads, rows, empty="no templates: `sandboxctl template build NAME` builds one")
+    _table(headings, rows, empty="no templates: `sandboxctl template build NAME` builds one")
 
 
-def detail(item: Mapping[str, Any]) -> None:
+def print_details(item: Mapping[str, Any]) -> None:
     """Print the details of one item, one line per property."""
     rows = [
         (key, remove_control_characters(_format_value(key, value)))
@@ -79,22 +79,22 @@ def detail(item: Mapping[str, Any]) -> None:
     table.add_column(overflow="fold")
     for key, value in rows:
         table.add_row(key, Text(value))
-    console().print(table)
+    create_console().print(table)
 
 
-def tree(nodes: Sequence[Mapping[str, Any]]) -> None:
+def print_tree(nodes: Sequence[Mapping[str, Any]]) -> None:
     from rich.text import Text
     from rich.tree import Tree
 
     if not nodes:
-        note("no templates yet: `sandboxctl template build NAME` builds one")
+        print_note("no templates yet: `sandboxctl template build NAME` builds one")
     for node in nodes:
         root = Tree(Text.from_markup(_format_node(node)))
         _add_children(root, node)
-        console().print(root)
+        create_console().print(root)
 
 
-def console() -> Any:
+def create_console() -> Any:
     """Create a console on standard output. It wraps at the terminal's width, or at a large width without a terminal."""
     from rich.console import Console
 
@@ -106,28 +106,28 @@ _MAX_NAMES = 3
 """Maximum number of sandboxes that a row names."""
 
 
-def _table(heads: Sequence[str], rows: Iterable[Sequence[str]], empty: str) -> None:
+def _table(headings: Sequence[str], rows: Iterable[Sequence[str]], empty: str) -> None:
     cells = [tuple(remove_control_characters(cell) for cell in row) for row in rows]
     if not cells:
-        note(empty)
+        print_note(empty)
         return
-    if _print_plainly([tuple(heads), *cells]):
+    if _print_plainly([tuple(headings), *cells]):
         return
     from rich.table import Table
     from rich.text import Text
 
     table = Table(box=None, pad_edge=False, header_style="bold")
-    for head in heads:
-        table.add_column(head, overflow="fold")
+    for heading in headings:
+        table.add_column(heading, overflow="fold")
     for row in cells:
         table.add_row(*map(Text, row))
-    console().print(table)
+    create_console().print(table)
 
 
 def _print_plainly(rows: Sequence[tuple[str, ...]], *, bold_column: bool = False) -> bool:
     """Print a table as rich would, without rich, whose import takes longer than a request.
 
-    The first row is bold, or the first column. Returns False, and prints nothing, if only rich can print the table: if
+    The first row or the first column is bold. Returns False, and prints nothing, if only rich can print the table: if
     it is too wide, or if a cell has several lines or characters other than ASCII.
     """
     if not all(cell.isascii() and cell.isprintable() for row in rows for cell in row):
@@ -147,7 +147,7 @@ def _print_plainly(rows: Sequence[tuple[str, ...]], *, bold_column: bool = False
 
 
 def _terminal_width() -> int:
-    """Return the columns of the terminal, or 0 if they are not known."""
+    """Return the width of the terminal in columns, or 0 if it is unknown."""
     if (columns := os.environ.get("COLUMNS", "")).isdigit():
         return int(columns)
     try:

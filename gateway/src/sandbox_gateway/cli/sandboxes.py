@@ -10,7 +10,7 @@ import typer
 
 from sandbox_gateway.cli import formats, options, queries, render
 from sandbox_gateway.cli.context import Json, SandboxRef, SnapshotRef, get_settings
-from sandbox_gateway.cli.failure import Exit, Failure
+from sandbox_gateway.cli.failure import ExitCode, Failure
 
 Refs = Annotated[list[str], typer.Argument(metavar="SANDBOX…", help="Ids or names.")]
 _EXIT_TIMED_OUT = 124
@@ -130,7 +130,7 @@ def exec_(
     # Options end at SANDBOX, so that PROGRAM can have its own; a leading `--` then arrives as an argument.
     args = command[1:] if command[0] == "--" else command
     if not args:
-        raise Failure("the program to run is missing", Exit.USAGE, "sandboxctl exec SANDBOX -- PROGRAM [ARGUMENT…]")
+        raise Failure("the program to run is missing", ExitCode.USAGE, "sandboxctl exec SANDBOX -- PROGRAM [ARGUMENT…]")
     body: dict[str, Any] = {"args": args, "timeout": _WEEK_SECONDS if seconds < 0 else seconds}
     body |= {key: value for key, value in (("cwd", cwd), ("user", user)) if value}
     if env:
@@ -145,7 +145,7 @@ def exec_(
         sys.stdout.flush()
         sys.stderr.write(result["stderr"])
     if result["timedOut"]:
-        render.note(f"sandboxctl: the program did not end within {timeout} and was stopped")
+        render.print_note(f"sandboxctl: the program did not end within {timeout} and was stopped")
         raise typer.Exit(_EXIT_TIMED_OUT)
     raise typer.Exit(_exit_code(result["exitCode"]))
 
@@ -172,7 +172,7 @@ def resume(ctx: typer.Context, sandboxes: Refs, timeout: options.Timeout = "", a
     settings = get_settings(ctx, as_json)
     body = {"timeout": formats.parse_duration(timeout)} if timeout else {}
     resumed = [settings.client.call("POST", path("sandboxes", ref, "resume"), body) for ref in sandboxes]
-    render.print_json(resumed if len(resumed) > 1 else resumed[0]) if settings.json else render.sandboxes(resumed)
+    render.print_json(resumed if len(resumed) > 1 else resumed[0]) if settings.json else render.print_sandboxes(resumed)
 
 
 def rename(
@@ -204,7 +204,7 @@ def kill(
         try:
             settings.client.call("DELETE", path("sandboxes", ref))
         except Failure as failure:
-            if not (ignore_missing and failure.code is Exit.NOT_FOUND):
+            if not (ignore_missing and failure.code is ExitCode.NOT_FOUND):
                 failures.append(failure)
     raise_first(failures)
 
@@ -267,24 +267,24 @@ def promote(
 
 def print_forks(forks: dict[str, Any], as_json: bool) -> None:
     """Print the new forks. Exits with code 1 if some could not be created."""
-    render.print_json(forks) if as_json else render.sandboxes(forks["sandboxes"])
+    render.print_json(forks) if as_json else render.print_sandboxes(forks["sandboxes"])
     if not forks["errors"]:
         return
     for error in forks["errors"]:
-        render.note(f"sandboxctl: {error['name'] or 'a fork'} was not created: {error['message']}")
-    raise typer.Exit(Exit.FAILED)
+        render.print_note(f"sandboxctl: {error['name'] or 'a fork'} was not created: {error['message']}")
+    raise typer.Exit(ExitCode.FAILED)
 
 
 def raise_first(failures: list[Failure]) -> None:
     """Report all failures but the first, then raise the first."""
     for failure in failures[1:]:
-        render.note(f"sandboxctl: {failure.message}")
+        render.print_note(f"sandboxctl: {failure.message}")
     if failures:
         raise failures[0]
 
 
 def _print_sandbox(sandbox: dict[str, Any], as_json: bool) -> None:
-    render.print_json(sandbox) if as_json else render.sandboxes([sandbox])
+    render.print_json(sandbox) if as_json else render.print_sandboxes([sandbox])
 
 
 def _exit_code(code: int) -> int:

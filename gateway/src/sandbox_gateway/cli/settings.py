@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 
-from sandbox_gateway.cli.failure import Exit, Failure
+from sandbox_gateway.cli.failure import ExitCode, Failure
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -42,6 +42,6 @@ class Settings:
         except (OSError, UnicodeDecodeError) as error:
             raise Failure(
                 f"the API key cannot be read from {path}: {error}",
-                Exit.USAGE,
+                ExitCode.USAGE,
                 "check the path and the file's permissions",
             ) from None

@@ -68,7 +68,7 @@ def create(
     if prewarm:
         body["prewarm"] = prewarm
     snapshot = settings.client.call("POST", path("sandboxes", sandbox, "snapshots"), body)
-    render.print_json(snapshot) if settings.json else render.snapshots([snapshot])
+    render.print_json(snapshot) if settings.json else render.print_snapshots([snapshot])
 
 
 @app.command("list")
@@ -180,7 +180,7 @@ def delete_each(ctx: typer.Context, kind: str, refs: list[str], when_unused: boo
             failures.append(failure)
             continue
         if hidden:
-            render.note(f"{ref} is hidden; it is deleted with its last user ({', '.join(hidden['blockers'])})")
+            render.print_note(f"{ref} is hidden; it is deleted with its last user ({', '.join(hidden['blockers'])})")
     raise_first(failures)
 
 
@@ -194,4 +194,4 @@ def tree(
     """Show the lineage of templates, snapshots and sandboxes."""
     settings = get_settings(ctx, as_json)
     nodes = settings.client.get("/lineage", root=root)
-    render.print_json(nodes) if settings.json else render.tree(nodes)
+    render.print_json(nodes) if settings.json else render.print_tree(nodes)

@@ -11,7 +11,7 @@ import typer
 
 from sandbox_gateway.cli import formats, options, queries, render
 from sandbox_gateway.cli.context import Json, TemplateRef, get_settings
-from sandbox_gateway.cli.failure import Exit, Failure
+from sandbox_gateway.cli.failure import ExitCode, Failure
 from sandbox_gateway.cli.snapshots import WhenUnused, delete_each
 
 app = typer.Typer(
@@ -90,7 +90,7 @@ def build(
     if prewarm is not None:
         body["prewarm"] = prewarm
     if not body.get("name"):
-        raise Failure("the template needs a name", Exit.USAGE, "pass it as an argument, or set it in the recipe")
+        raise Failure("the template needs a name", ExitCode.USAGE, "pass it as an argument, or set it in the recipe")
     started_build = settings.client.call("POST", "/templates", body)
     if started_build["buildStatus"] != "ready" and not detach:
         _wait_for_build(settings.client, started_build)
@@ -125,9 +125,9 @@ def _wait_for_build(client: Any, build: dict[str, Any]) -> None:
 
     route = f"/templates/{build['templateID']}/builds/{build['buildID']}"
     try:
-        follow_log(client.lines(f"{route}/logs", follow="true"), f"building {build['names'][0]}")
+        follow_log(client.stream_lines(f"{route}/logs", follow="true"), f"building {build['names'][0]}")
     except KeyboardInterrupt:
-        render.note("sandboxctl: the build continues; `sandboxctl template list` shows its status")
+        render.print_note("sandboxctl: the build continues; `sandboxctl template list` shows its status")
         raise
     status = client.get(f"{route}/status", logsOffset=1 << 30)
     if status["status"] == "error":
@@ -139,7 +139,7 @@ def _wait_for_build(client: Any, build: dict[str, Any]) -> None:
 
 
 def _print_template(template: dict[str, Any], as_json: bool) -> None:
-    render.print_json(template) if as_json else render.templates([template])
+    render.print_json(template) if as_json else render.print_templates([template])
 
 
 def _read_recipe(file: Path) -> dict[str, Any]:
@@ -149,13 +149,13 @@ def _read_recipe(file: Path) -> dict[str, Any]:
         data = json.loads(text) if file.suffix == ".json" else tomllib.loads(text)
     except (OSError, UnicodeDecodeError) as error:
         raise Failure(
-            f"the recipe {file} cannot be read: {error}", Exit.USAGE, "check the path and the file's permissions"
+            f"the recipe {file} cannot be read: {error}", ExitCode.USAGE, "check the path and the file's permissions"
         ) from None
     except ValueError as error:
         hint = "write TOML, or JSON in a file that ends in .json"
-        raise Failure(f"the recipe {file} is invalid: {error}", Exit.USAGE, hint) from None
+        raise Failure(f"the recipe {file} is invalid: {error}", ExitCode.USAGE, hint) from None
     if not isinstance(data, dict):
         raise Failure(
-            f"the recipe {file} is not a JSON object", Exit.USAGE, "write one object, with the recipe's fields"
+            f"the recipe {file} is not a JSON object", ExitCode.USAGE, "write one object, with the recipe's fields"
         )
     return data

@@ -61,7 +61,7 @@ def list_(ctx: typer.Context, as_json: Json = False) -> None:
 
 @app.command("show")
 def show(ctx: typer.Context, volume: VolumeRef, as_json: Json = False) -> None:
-    """Show the details of a volume, such as its used space and its mounts."""
+    """Show the details of a volume, such as its disk usage and its mounts."""
     queries.show_volume(get_settings(ctx, as_json), volume)
 
 
@@ -105,7 +105,7 @@ def detach(
     sandbox: SandboxRef,
     volumes: Annotated[list[str], typer.Argument(metavar="VOLUME…", help="Ids or names.")],
 ) -> None:
-    """Unmount volumes from a sandbox, even if it uses them. Their contents are kept."""
+    """Unmount volumes from a sandbox, even if they are in use. Their contents are kept."""
     from sandbox_gateway.cli.client import path
 
     settings = get_settings(ctx)
@@ -132,7 +132,7 @@ def snapshot(
 
     settings = get_settings(ctx, as_json)
     snapshot_fields = settings.client.call("POST", path("volumes", volume, "snapshots"), {"name": name})
-    render.print_json(snapshot_fields) if settings.json else render.volume_snapshots([snapshot_fields], volume)
+    render.print_json(snapshot_fields) if settings.json else render.print_volume_snapshots([snapshot_fields], volume)
 
 
 @app.command("snapshots")
@@ -142,7 +142,7 @@ def snapshots(ctx: typer.Context, volume: VolumeRef, as_json: Json = False) -> N
 
     settings = get_settings(ctx, as_json)
     items = settings.client.get_all(path("volumes", volume, "snapshots"))
-    render.print_json(items) if settings.json else render.volume_snapshots(items, volume)
+    render.print_json(items) if settings.json else render.print_volume_snapshots(items, volume)
 
 
 @app.command("rollback")
@@ -192,4 +192,4 @@ def delete(
 
 
 def _print_volume(volume: dict[str, Any], as_json: bool) -> None:
-    render.print_json(volume) if as_json else render.volumes([volume])
+    render.print_json(volume) if as_json else render.print_volumes([volume])

@@ -1,4 +1,4 @@
-"""The gateway's operations, built on capture and fork, with names, order, locks, undo, retention and lineage.
+"""The gateway's operations. They add names, locks, undo, retention and lineage to the primitives capture and fork.
 
 ``engine`` composes the groups of operations; its constructor shows which group uses which.
 
@@ -6,7 +6,7 @@
 * Groups: ``sandboxes``, ``forks``, ``snapshots``, ``templates``, ``volumes``, ``attachments``, ``commands``.
 * The two primitives: ``machine_lifecycle`` starts a machine from a snapshot, ``captures`` takes a snapshot.
 * Steps of forks and rollbacks: ``spec``, ``fork_plan``, ``mount_plan``, ``mount_paths``, ``replacement``.
-* ``room``: refuses what would fill the host, and continues machines that stalled on a full disk.
+* ``room``: refuses operations that would fill the host, and continues machines that stalled on a full disk.
 * Removal: ``references`` finds the objects in use, ``collector`` removes unused ones; ``expiry``,
   ``retention``, ``timeouts``, ``backoff``. Start-up: ``recovery``. Measurements of sandboxes: ``loads``.
 * Guests: ``agents``, ``agent_client``, ``guest_json``. Templates: ``template_builder``, ``builds``.

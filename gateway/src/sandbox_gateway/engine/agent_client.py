@@ -30,12 +30,12 @@ _MAX_FRAME_BYTES = 4 << 20
 _MAX_REFUSAL_BYTES = 4096
 _MAX_REASON_LENGTH = 1000
 _EXIT_CODES = (-255, 255)
-_ATTEMPT_SECONDS = 0.01
-_SLOW_ATTEMPT_SECONDS = 0.25
-_QUICK_SECONDS = 0.5
+_ATTEMPT_INTERVAL_SECONDS = 0.01
+_SLOW_ATTEMPT_INTERVAL_SECONDS = 0.25
+_FAST_ATTEMPTS_SECONDS = 0.5
 _MAX_ATTEMPTS = 8
 _LINE_FRAME_BYTES = 4096
-_LINE_SECONDS = 5.0
+_LINE_TIMEOUT_SECONDS = 5.0
 _MAX_LINE_BYTES = 1 << 16
 
 _INVALID_RESPONSE_ERRORS = (KeyError, ValueError)
@@ -45,7 +45,7 @@ Streams = tuple[asyncio.StreamReader, asyncio.StreamWriter]
 
 @dataclass(frozen=True)
 class Identity:
-    """The properties that make forks of the same snapshot different from each other."""
+    """The properties that distinguish forks of the same snapshot."""
 
     sandbox_id: str
     hostname: str
@@ -109,7 +109,7 @@ class AgentClient:
                 return
             except TimeoutError:
                 raise Timeout(
-                    f"the sandbox's agent did not answer within {seconds:g} s: the host may be overloaded. Try again "
+                    f"the sandbox's agent did not respond within {seconds:g} s: the host may be overloaded. Try again "
                     "later"
                 ) from None
             except (OSError, h11.RemoteProtocolError):
@@ -119,7 +119,7 @@ class AgentClient:
                         f"the sandbox's agent closed every connection for {seconds:g} s: look at the agent's "
                         "log in the sandbox"
                     ) from None
-                await asyncio.sleep(_ATTEMPT_SECONDS)
+                await asyncio.sleep(_ATTEMPT_INTERVAL_SECONDS)
             finally:
                 _close_writer(writer)
 
@@ -133,7 +133,7 @@ class AgentClient:
         challenge = b"?" + os.urandom(16)
         received = b""
         with line.dup() as duplicate:  # the owner may close the line at any time
-            async with asyncio.timeout(_LINE_SECONDS):
+            async with asyncio.timeout(_LINE_TIMEOUT_SECONDS):
                 await loop.sock_sendall(duplicate, challenge)
                 # Bytes that the agent wrote to the line before the capture may arrive first.
                 while challenge not in received:
@@ -154,7 +154,11 @@ class AgentClient:
         try:
             while True:
                 attempts.add(asyncio.create_task(open_connection(self._address, AGENT_PORT)))
-                interval = _ATTEMPT_SECONDS if time.monotonic() - start < _QUICK_SECONDS else _SLOW_ATTEMPT_SECONDS
+                interval = (
+                    _ATTEMPT_INTERVAL_SECONDS
+                    if time.monotonic() - start < _FAST_ATTEMPTS_SECONDS
+                    else _SLOW_ATTEMPT_INTERVAL_SECONDS
+                )
                 finished, _ = await asyncio.wait(attempts, timeout=interval, return_when=asyncio.FIRST_COMPLETED)
                 for attempt in finished:
                     attempts.remove(attempt)
@@ -178,7 +182,7 @@ class AgentClient:
     async def call(
         self, path: str, body: dict[str, Any] | None, *, seconds: float = 30, max_bytes: int = guest_json.DEFAULT_BYTES
     ) -> dict[str, Any]:
-        """Send a POST request with a JSON body, or a GET request without a body. Return the JSON of the response.
+        """Send a POST request with a JSON body, or a GET request if ``body`` is None. Return the JSON of the response.
 
         ``max_bytes``: maximum length of the response. Raises Invalid if the agent refuses the request as invalid,
         BackendFailed, or Timeout.
@@ -192,8 +196,8 @@ class AgentClient:
                     _close_writer(writer)
         except TimeoutError:
             raise Timeout(
-                f"the sandbox's agent did not answer {path} within {seconds:g} s: the sandbox may be overloaded. Try "
-                "again later"
+                f"the sandbox's agent did not respond to {path} within {seconds:g} s: the sandbox may be overloaded. "
+                "Try again later"
             ) from None
         except (OSError, h11.RemoteProtocolError) as error:
             raise BackendFailed(
@@ -418,7 +422,7 @@ def _get_object(message: dict[str, Any], name: str) -> dict[str, Any]:
 
 
 def _clean_reason(message: object) -> str:
-    """Return a guest's error message without control characters and shortened, for use in the gateway's messages."""
+    """Shorten a guest's error message and remove control characters, so that the gateway's messages can quote it."""
     return remove_control_characters(str(message)[:_MAX_REASON_LENGTH])
 
 

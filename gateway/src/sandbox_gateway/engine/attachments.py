@@ -14,8 +14,8 @@ from sandbox_gateway.log import Logger
 from sandbox_gateway.records import Mount, Sandbox, SandboxState
 from sandbox_gateway.tasks import finish_despite_cancellation
 
-_MOUNT_SECONDS = 30.0
-_UNMOUNT_SECONDS = 10.0
+_MOUNT_TIMEOUT_SECONDS = 30.0
+_UNMOUNT_TIMEOUT_SECONDS = 10.0
 
 log = Logger("engine")
 
@@ -99,14 +99,16 @@ class Attachments:
         if self._host.guest_mounts(sandbox):
             try:
                 guest_mounts = self._host.guest_mounts(remaining)
-                await self._agents.client(sandbox).set_mounts(guest_mounts, seconds=_UNMOUNT_SECONDS)
+                await self._agents.client(sandbox).set_mounts(guest_mounts, seconds=_UNMOUNT_TIMEOUT_SECONDS)
             except GatewayError as error:
                 log.warning(
                     "the agent could not unmount a volume", sandbox=sandbox.id, path=mount.path, reason=error.message
                 )
         await self._host.detach(remaining, mount)
 
-    async def mount_inside(self, sandbox: Sandbox, *, stale: bool = False, seconds: float = _MOUNT_SECONDS) -> None:
+    async def mount_inside(
+        self, sandbox: Sandbox, *, stale: bool = False, seconds: float = _MOUNT_TIMEOUT_SECONDS
+    ) -> None:
         """Make the agent mount the volumes that the host cannot mount from outside.
 
         ``stale``: the guest may still have mounts of other volumes, which the agent then removes.

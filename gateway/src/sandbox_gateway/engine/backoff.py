@@ -5,8 +5,8 @@ from __future__ import annotations
 import time
 from collections.abc import Container, Iterable
 
-_FIRST_SECONDS = 1.0
-_LONGEST_SECONDS = 60.0
+_FIRST_DELAY_SECONDS = 1.0
+_MAX_DELAY_SECONDS = 60.0
 
 
 class Backoff:
@@ -20,8 +20,8 @@ class Backoff:
         return id not in self._waits or self._waits[id][1] <= time.monotonic()
 
     def delay(self, id: str) -> None:
-        """Delay the next attempt, because an attempt failed."""
-        seconds = min(2 * self._waits[id][0], _LONGEST_SECONDS) if id in self._waits else _FIRST_SECONDS
+        """Delay the next attempt after a failed one."""
+        seconds = min(2 * self._waits[id][0], _MAX_DELAY_SECONDS) if id in self._waits else _FIRST_DELAY_SECONDS
         self._waits[id] = seconds, time.monotonic() + seconds
 
     def list_due(self) -> list[str]:

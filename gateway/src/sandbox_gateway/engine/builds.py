@@ -61,7 +61,7 @@ class Build:
         self._wake()
 
     async def follow(self, start: int = 0) -> AsyncIterator[str]:
-        """Yield the lines from ``start``, until the build has ended."""
+        """Yield the lines from number ``start`` on, until the build has ended."""
         position = start
         while True:
             update = self._update

@@ -1,4 +1,4 @@
-"""Take snapshots of running sandboxes, which keep running."""
+"""Take snapshots of sandboxes while they run."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from sandbox_gateway.log import Logger
 from sandbox_gateway.records import Sandbox, Snapshot, SnapshotKind, Volume, VolumeCapture, VolumeSnapshot
 
 _FREEZE_SECONDS = 20
-_SYNC_SECONDS = 10
+_SYNC_TIMEOUT_SECONDS = 10
 
 log = Logger("engine")
 
@@ -74,7 +74,7 @@ class Captures:
         if reason := self._host.end_reason(sandbox):
             raise BackendFailed(
                 f"snapshot {snapshot.id} was taken and is valid, but the source sandbox stopped afterwards: "
-                f"{reason}. Resume it, or use the snapshot"
+                f"{reason}. Resume the sandbox, or use the snapshot"
             )
         return snapshot
 
@@ -88,7 +88,7 @@ class Captures:
         return snapshot
 
     async def undo(self, id: str) -> None:
-        """Remove a snapshot, if it was committed, because a later step of its operation failed."""
+        """Remove a snapshot, if it was committed, after a later step of its operation has failed."""
         snapshot = self._index.snapshots.get(id)
         if snapshot is None:
             return
@@ -102,7 +102,7 @@ class Captures:
     ) -> Snapshot:
         """Capture a sandbox and the given ``volumes``. ``memory``: include its memory, if the host supports that.
 
-        The sandbox's own record does not change, and may be unsaved.
+        Does not change the sandbox's record, which need not be saved yet.
         """
         memory = memory and self._host.abilities.memory
         await self._room.require_for_capture(sandbox, memory=memory)
@@ -127,12 +127,12 @@ class Captures:
         return [volume.id for volume in volumes]
 
     async def _write_through(self, sandbox: Sandbox) -> None:
-        """Make the guest write its cache to the disk, so that the disk alone is usable and equals the new head.
+        """Make the guest write its cache to the disk, so that the disk alone is usable and matches the new head.
 
         If the guest is too busy, it is captured anyway, because the captured memory includes the cache.
         """
         try:
-            await self._agents.client(sandbox).call("/sync", {}, seconds=_SYNC_SECONDS)
+            await self._agents.client(sandbox).call("/sync", {}, seconds=_SYNC_TIMEOUT_SECONDS)
         except GatewayError as error:
             log.debug("the sync before a capture failed", sandbox=sandbox.id, reason=error.message)
 
@@ -157,7 +157,7 @@ class Captures:
 
 
 def _new_volume_snapshot_records(snapshot: Snapshot, volumes: Iterable[Volume]) -> list[VolumeSnapshot]:
-    """Create the records of volume snapshots that are part of ``snapshot``, and list them in ``snapshot``'s record."""
+    """Create the records of the volume snapshots that are part of ``snapshot``, and add them to its record."""
     records = [
         VolumeSnapshot(name=snapshot.id, volume=each.id, size_mb=each.size_mb, sandbox_snapshot=snapshot.id)
         for each in volumes

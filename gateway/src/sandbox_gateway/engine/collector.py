@@ -9,7 +9,7 @@ from collections.abc import AsyncIterator
 from sandbox_gateway.engine.backoff import Backoff
 from sandbox_gateway.engine.context import Context
 from sandbox_gateway.engine.record_changes import record_locked, save_sandbox, save_snapshot
-from sandbox_gateway.engine.references import References, external_users_named
+from sandbox_gateway.engine.references import References, naming_external_users
 from sandbox_gateway.errors import GatewayError, NotFound
 from sandbox_gateway.log import Logger
 from sandbox_gateway.records import Record, Sandbox, Snapshot, SnapshotKind, Volume, VolumeSnapshot
@@ -49,7 +49,7 @@ class Collector:
                 former_records = await self._reparent(id, parent)
             async with record_locked(self._context, self._removing[id]):
                 snapshot = self._removing[id]
-                with external_users_named(snapshot):
+                with naming_external_users(snapshot):
                     await self._host.remove_snapshot(snapshot)
         except BaseException:
             async with self._lineage_lock:
@@ -116,7 +116,7 @@ class Collector:
         self._index.remove(snapshot.id)
         try:
             volume = self._index.volumes.get(snapshot.volume)
-            with external_users_named(snapshot, volume.name if volume else snapshot.volume):
+            with naming_external_users(snapshot, volume.name if volume else snapshot.volume):
                 await self._host.remove_volume_snapshot(snapshot)
         except BaseException:
             self._index.put(snapshot)
@@ -128,7 +128,7 @@ class Collector:
         for record in records:
             self._index.remove(record.id)
         try:
-            with external_users_named(volume):
+            with naming_external_users(volume):
                 await self._host.remove_volume(volume)
         except BaseException:
             for record in records:

@@ -14,7 +14,7 @@ from sandbox_gateway.errors import BackendFailed, Busy, Conflict, GatewayError, 
 from sandbox_gateway.records import Sandbox, SandboxState
 
 _CHECK_INTERVAL_SECONDS = 0.25
-_PING_SECONDS = 10
+_PING_TIMEOUT_SECONDS = 10
 _Result = TypeVar("_Result")
 
 
@@ -48,14 +48,14 @@ class Commands:
     async def ping(self, ref: str) -> None:
         """Check that the sandbox's agent responds. Raises BackendFailed or Timeout."""
         sandbox = self._context.require_running(ref)
-        await self._run_in_sandbox(sandbox, self._agents.client(sandbox).ping(seconds=_PING_SECONDS))
+        await self._run_in_sandbox(sandbox, self._agents.client(sandbox).ping(seconds=_PING_TIMEOUT_SECONDS))
 
     async def _run_in_sandbox(self, sandbox: Sandbox, work: Coroutine[Any, Any, _Result]) -> _Result:
         """Await ``work`` while the machine runs. Raises Conflict or Gone if another request stops the machine."""
         try:
             return await self._run_until_end(sandbox, work)
         except (BackendFailed, Timeout) as error:
-            raise await self._explain(sandbox, error) from None
+            raise await self._explain_failure(sandbox, error) from None
 
     async def _run_until_end(self, sandbox: Sandbox, work: Coroutine[Any, Any, _Result]) -> _Result:
         """Await ``work``. Raises BackendFailed if the machine stops: a dead guest does not close its connections."""
@@ -71,7 +71,7 @@ class Commands:
         finally:
             task.cancel()
 
-    async def _explain(self, original: Sandbox, error: GatewayError) -> GatewayError:
+    async def _explain_failure(self, original: Sandbox, error: GatewayError) -> GatewayError:
         """Return the error to raise for a failed request.
 
         Returns Gone or Conflict if another request stopped or replaced the machine of ``original``, else ``error``.

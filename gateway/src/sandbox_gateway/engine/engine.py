@@ -29,7 +29,7 @@ from sandbox_gateway.hosts.base import Host
 from sandbox_gateway.log import Logger
 from sandbox_gateway.tasks import wait_for_uninterruptible_tasks
 
-_CLOSE_SECONDS = 30
+_CLOSE_TIMEOUT_SECONDS = 30
 
 log = Logger("engine")
 
@@ -99,7 +99,7 @@ class Engine:
     async def close(self) -> None:
         """Close the host after operations that have started to commit have finished. Sandboxes keep running."""
         await self.background.cancel()
-        if not await wait_for_uninterruptible_tasks(_CLOSE_SECONDS):
-            log.error("closed before all operations were complete", seconds=_CLOSE_SECONDS)
+        if not await wait_for_uninterruptible_tasks(_CLOSE_TIMEOUT_SECONDS):
+            log.error("closed before all operations were complete", seconds=_CLOSE_TIMEOUT_SECONDS)
         await self.prewarm.discard_all()
         await self.host.close()

@@ -11,7 +11,7 @@ from typing import Any
 
 from sandbox_gateway.records import now
 
-_BACKLOG = 1000
+_QUEUE_LENGTH = 1000
 
 
 @dataclass(frozen=True)
@@ -41,7 +41,7 @@ class Events:
     @contextlib.contextmanager
     def subscribed(self) -> Iterator[asyncio.Queue[Event]]:
         """Yield a queue that receives all events inside this context."""
-        queue: asyncio.Queue[Event] = asyncio.Queue(_BACKLOG)
+        queue: asyncio.Queue[Event] = asyncio.Queue(_QUEUE_LENGTH)
         self._queues.add(queue)
         try:
             yield queue

@@ -58,7 +58,7 @@ class Expiry:
         await self._collector.retry()
 
     def _expire_sandboxes(self, at: datetime) -> None:
-        """Start to expire sandboxes in the background: a busy sandbox must not delay the others."""
+        """Expire sandboxes in background tasks, so that a busy sandbox does not delay the others."""
         for sandbox in self._sandboxes.list():
             if has_expired(sandbox, at) and sandbox.id not in self._expiring and self._backoff.is_due(sandbox.id):
                 self._expiring.add(sandbox.id)
@@ -99,7 +99,7 @@ class Expiry:
 
 
 def _log_failure(error: Exception, **fields: str) -> None:
-    """Log a failure, after which the other objects still expire."""
+    """Log a failure to expire an object. Other objects still expire."""
     if isinstance(error, GatewayError):
         log.warning("expiry failed", reason=error.message, **fields)
     else:

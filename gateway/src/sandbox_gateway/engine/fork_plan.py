@@ -17,7 +17,7 @@ def requested_names(spec: ForkSpec) -> list[str]:
     if spec.names is not None:
         if spec.count not in (1, len(spec.names)):
             raise Invalid(
-                f"count is {spec.count}, but there are {len(spec.names)} names: remove count, or give that number of "
+                f"count is {spec.count}, but there are {len(spec.names)} names: remove count, or list that number of "
                 "names"
             )
         return [require_valid_name(name) for name in spec.names]

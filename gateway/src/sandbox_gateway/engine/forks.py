@@ -71,7 +71,7 @@ class Forks:
     async def clone(self, ref: str, spec: ForkSpec) -> list[Sandbox | GatewayError]:
         """Capture a sandbox and fork the capture ``spec.count`` times. The capture is removed with its last user.
 
-        The capture includes the volumes of which each fork gets a clone.
+        The capture includes the volumes that are cloned for each fork.
         """
         async with self._idempotency_key_locked(spec) as existing:
             return existing or await self._capture_and_fork(ref, spec)
@@ -215,6 +215,6 @@ class Forks:
         limit = self._context.config.limits.sandboxes
         if len(self._index.sandboxes) + self._pending + count > limit:
             raise OverQuota(
-                f"the limit of {limit} sandboxes on this host would be exceeded: delete some first, or raise "
+                f"the limit of {limit} sandboxes on this host would be exceeded: delete sandboxes first, or raise "
                 "limits.sandboxes"
             )

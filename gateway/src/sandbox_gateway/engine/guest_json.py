@@ -165,7 +165,7 @@ async def decode_base64(text: object) -> bytes:
 
 
 def invalid_response_error(problem: str) -> BackendFailed:
-    """Return the error for a response that an unmodified agent does not send. ``problem``: what the agent did."""
+    """Return the error for a response that an unmodified agent would not send. ``problem``: what the agent did."""
     return BackendFailed(
         f"the sandbox's agent {problem}: a program in the sandbox may have replaced the agent. Roll the sandbox back, "
         "or delete it"

@@ -189,9 +189,9 @@ class Index:
         ]
 
     def lineage(self, root: str | None = None) -> Trees:
-        """Return the trees of templates, snapshots and sandboxes as nested dictionaries; with ``root``, only that one.
+        """Return the trees of templates, snapshots and sandboxes as nested dictionaries.
 
-        Raises NotFound if ``root`` does not exist.
+        ``root``: return only the tree below this object. Raises NotFound if ``root`` does not exist.
         """
         nodes: dict[str, dict[str, Any]] = {}
         for snapshot in sorted(self.snapshots.values(), key=lambda each: each.created_at):

@@ -1,4 +1,4 @@
-"""Locks that are identified by a key, with a time limit for waiting."""
+"""Locks that are identified by a key and have a timeout."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class KeyedLocks:
 
     @contextlib.asynccontextmanager
     async def hold(self, key: str, what: str) -> AsyncIterator[None]:
-        """Hold the lock for ``key``. Raises Busy, which calls it ``what``, if it cannot be acquired in time."""
+        """Hold the lock for ``key``. Raises Busy, with a message about ``what``, if it cannot be acquired in time."""
         lock, users = self._locks.get(key, (asyncio.Lock(), 0))
         self._locks[key] = (lock, users + 1)
         try:

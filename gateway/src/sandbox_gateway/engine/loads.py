@@ -1,6 +1,6 @@
-"""Measure what running sandboxes use, and keep a short history in memory.
+"""Measure the resource use of running sandboxes, and keep a short history in memory.
 
-The numbers come from the host, not from guests, which could claim anything. The history is lost when the gateway ends.
+The numbers come from the host, not from guests, which could claim anything. The history is lost when the gateway stops.
 """
 
 from __future__ import annotations
@@ -18,19 +18,19 @@ from sandbox_gateway.hosts.base import Load
 from sandbox_gateway.log import Logger
 from sandbox_gateway.records import Sandbox, SandboxState
 
-SAMPLE_SECONDS = 5.0
+SAMPLE_INTERVAL_SECONDS = 5.0
 HISTORY_SECONDS = 600.0
-_FRESH_SECONDS = 1.0
-"""Minimum time between two samples: a shorter time measures the CPU use badly."""
-_CURRENT_SECONDS = 3 * SAMPLE_SECONDS
-"""Samples of running sandboxes that are older do not count in the totals."""
+_MIN_INTERVAL_SECONDS = 1.0
+"""Minimum time between two samples: over a shorter time, the CPU use cannot be measured accurately."""
+_MAX_AGE_SECONDS = 3 * SAMPLE_INTERVAL_SECONDS
+"""Older samples of running sandboxes do not count towards the totals."""
 
 log = Logger("engine")
 
 
 @dataclass(frozen=True)
 class Sample:
-    """The resources that a sandbox used at a time. None: the host cannot measure it.
+    """The resource use of a sandbox at one time. None: the host cannot measure this resource.
 
     ``at``: in seconds since 1970; ``cpu_percent``: the average since the previous sample (or since the start of the
     machine), in percent of all CPUs of the sandbox.
@@ -42,7 +42,7 @@ class Sample:
     disk_bytes: int | None
 
 
-_WIDTH = 4
+_NUMBERS_PER_SAMPLE = 4
 
 
 @dataclass
@@ -59,25 +59,25 @@ class _History:
         values = (sample.at, sample.cpu_percent, sample.memory_bytes, sample.disk_bytes)
         self.numbers.extend(math.nan if value is None else value for value in values)
         oldest = sample.at - HISTORY_SECONDS
-        surplus = sum(at < oldest for at in self.numbers[::_WIDTH])
-        del self.numbers[: surplus * _WIDTH]
+        surplus = sum(at < oldest for at in self.numbers[::_NUMBERS_PER_SAMPLE])
+        del self.numbers[: surplus * _NUMBERS_PER_SAMPLE]
 
     def samples(self) -> Iterator[Sample]:
-        for index in range(0, len(self.numbers), _WIDTH):
-            at, cpu, memory, disk = self.numbers[index : index + _WIDTH]
-            yield Sample(at, None if math.isnan(cpu) else cpu, _integer(memory), _integer(disk))
+        for index in range(0, len(self.numbers), _NUMBERS_PER_SAMPLE):
+            at, cpu, memory, disk = self.numbers[index : index + _NUMBERS_PER_SAMPLE]
+            yield Sample(at, None if math.isnan(cpu) else cpu, _to_integer(memory), _to_integer(disk))
 
     @property
     def newest(self) -> Sample | None:
-        return next(_History(self.numbers[-_WIDTH:]).samples(), None)
+        return next(_History(self.numbers[-_NUMBERS_PER_SAMPLE:]).samples(), None)
 
 
-def _integer(value: float) -> int | None:
+def _to_integer(value: float) -> int | None:
     return None if math.isnan(value) else int(value)
 
 
 class Loads:
-    """Takes a sample of each running sandbox every ``SAMPLE_SECONDS``, and keeps it for ``HISTORY_SECONDS``."""
+    """Samples each running sandbox every ``SAMPLE_INTERVAL_SECONDS``, and keeps the samples for ``HISTORY_SECONDS``."""
 
     def __init__(self, context: Context) -> None:
         self._host = context.host
@@ -88,7 +88,7 @@ class Loads:
     async def watch(self) -> None:
         """Take samples at regular intervals. Never returns."""
         while True:
-            await asyncio.sleep(SAMPLE_SECONDS)
+            await asyncio.sleep(SAMPLE_INTERVAL_SECONDS)
             for id in self._histories.keys() - self._index.sandboxes.keys():
                 del self._histories[id]
             try:
@@ -99,9 +99,9 @@ class Loads:
                 self._has_failed = False
 
     async def history(self, ref: str, start: float = 0, end: float = math.inf) -> Sequence[Sample]:
-        """Return the samples of a sandbox from ``start`` to ``end``, oldest first; a running one is also measured now.
+        """Return the samples of a sandbox from ``start`` to ``end``, oldest first.
 
-        A paused sandbox has only those from before its pause.
+        A running sandbox is measured first. A paused sandbox only has samples from before its pause.
         """
         sandbox = self._index.sandbox(ref)
         if sandbox.state is SandboxState.RUNNING and end >= time.time() and not self._has_fresh_sample(sandbox):
@@ -112,7 +112,7 @@ class Loads:
 
     def current(self) -> Iterator[tuple[Sandbox, Sample]]:
         """Yield the running sandboxes that were measured recently, with their newest samples."""
-        oldest = time.time() - _CURRENT_SECONDS
+        oldest = time.time() - _MAX_AGE_SECONDS
         for sandbox in self._running():
             newest = self._newest(sandbox)
             if newest is not None and newest.at >= oldest:
@@ -124,7 +124,7 @@ class Loads:
 
     def _has_fresh_sample(self, sandbox: Sandbox) -> bool:
         newest = self._newest(sandbox)
-        return newest is not None and abs(time.time() - newest.at) < _FRESH_SECONDS
+        return newest is not None and abs(time.time() - newest.at) < _MIN_INTERVAL_SECONDS
 
     def _running(self) -> list[Sandbox]:
         return [each for each in self._index.sandboxes.values() if each.state is SandboxState.RUNNING]
@@ -145,7 +145,7 @@ class Loads:
                 history.add(Sample(at, cpu, load.memory_bytes, load.disk_bytes))
 
     def _log_failure(self, error: Exception) -> None:
-        """Log the first of several failures: each of them would be the same."""
+        """Log only the first of consecutive failures, because they are usually the same."""
         if not self._has_failed:
             reason = error.message if isinstance(error, GatewayError) else repr(error)
             log.warning("the use of resources could not be measured", reason=reason)
@@ -153,7 +153,7 @@ class Loads:
 
 
 def _cpu_percent(history: _History, sandbox: Sandbox, load: Load, measured_at: float) -> float | None:
-    """Return the CPU use since the last measurement, and store the new one in ``history``."""
+    """Return the CPU use since the last measurement, and store the new measurement in ``history``."""
     if load.cpu_percent is not None:
         return load.cpu_percent / sandbox.resources.cpus
     if load.cpu_seconds is None:

@@ -65,8 +65,8 @@ class MountPlanner:
     def _inherit(self, snapshot: Snapshot, mount: Mount) -> PlannedMount:
         if mount.volume not in self._index.volumes:
             raise Conflict(
-                f"the source of snapshot {snapshot.id} mounted a volume at {mount.path} that no longer exists: "
-                "set volumeMounts to the volumes to mount, or to an empty list to mount none"
+                f"the source of snapshot {snapshot.id} mounted a volume at {mount.path}, but the volume no longer "
+                "exists: set volumeMounts to the volumes to mount, or to an empty list to mount none"
             )
         return PlannedMount(self._index.volumes[mount.volume], mount.path, mount.read_only)
 
@@ -75,7 +75,7 @@ class MountPlanner:
             if capture.volume == volume.id and capture.snapshot in self._index.volume_snapshots:
                 return self._index.volume_snapshots[capture.snapshot]
         raise Invalid(
-            f"snapshot {snapshot.id} does not include volume {volume.name}, so it cannot be cloned: take a "
+            f"snapshot {snapshot.id} does not include volume {volume.name}, so the volume cannot be cloned: take a "
             "snapshot with the volume, or mount the volume itself"
         )
 

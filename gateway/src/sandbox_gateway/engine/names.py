@@ -17,5 +17,5 @@ def require_valid_name(name: str) -> str:
 
 
 def names_of(records: Iterable[Record]) -> str:
-    """Return the names of objects, joined for a message. A snapshot without a name is named by its id."""
+    """Return the names of objects, joined for a message. A snapshot without a name is listed by its id."""
     return ", ".join((*each.names, each.id)[0] if isinstance(each, Snapshot) else each.name for each in records)

@@ -28,9 +28,9 @@ from sandbox_gateway.records import Memory, Sandbox, Snapshot, SnapshotKind, new
 from sandbox_gateway.tasks import clean_up
 
 _CHECK_INTERVAL_SECONDS = 1.0
-_QUIET_SECONDS = 0.1
-_WARM_UP = ["true"]
-_WARM_UP_SECONDS = 20.0
+_DELAY_AFTER_CLAIM_SECONDS = 0.1
+_WARM_UP_COMMAND = ["true"]
+_WARM_UP_TIMEOUT_SECONDS = 20.0
 
 log = Logger("engine")
 
@@ -75,7 +75,7 @@ class Prewarm:
         return Level(target=snapshot.prewarm, ready=len(self._ready.get(snapshot.id, ())))
 
     def total(self) -> Level:
-        """Return the sums over all snapshots."""
+        """Return the target and the number of ready forks, summed over all snapshots."""
         levels = [self.level(snapshot) for snapshot in self._index.snapshots.values() if snapshot.prewarm]
         return Level(target=sum(each.target for each in levels), ready=sum(map(len, self._ready.values())))
 
@@ -116,7 +116,7 @@ class Prewarm:
             self._changed.set()
             fork = ready.pop(0)
             if not self._host.end_reason(fork):
-                self._quiet_at = time.monotonic() + _QUIET_SECONDS
+                self._quiet_at = time.monotonic() + _DELAY_AFTER_CLAIM_SECONDS
                 return fork
             self._context.background.start(self._host.discard(fork))
         return None
@@ -178,7 +178,7 @@ class Prewarm:
             if len(self._ready.get(id, ())) >= target or not self._backoff.is_due(id):
                 continue
             required_mb = self._context.config.prewarm.free_memory_mb + snapshot.resources.memory_mb
-            if room.memory_free >> 20 < required_mb or not self._room.has_disk(room):
+            if room.memory_free >> 20 < required_mb or not self._room.has_disk_space(room):
                 continue
             try:
                 fork = await self._start(snapshot)
@@ -203,7 +203,7 @@ class Prewarm:
         try:
             if is_template:
                 await self._agents.identify(fork, booted=False)
-                await self._agents.client(fork).exec(_WARM_UP, timeout=_WARM_UP_SECONDS)
+                await self._agents.client(fork).exec(_WARM_UP_COMMAND, timeout=_WARM_UP_TIMEOUT_SECONDS)
             await self._host.settle(fork)
         except BaseException:
             await clean_up(log, self._host.discard(fork))

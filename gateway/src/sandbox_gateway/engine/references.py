@@ -53,7 +53,7 @@ class References:
         ]
 
     def snapshot_refusal(self, snapshot: Snapshot) -> InUse | None:
-        """Return the error that names all users of a snapshot or template. None: it can be removed."""
+        """Return the error that names all users of a snapshot or template, or None if it can be removed."""
         return in_use_error(
             snapshot,
             {
@@ -66,7 +66,7 @@ class References:
         )
 
     def volume_refusal(self, volume: Volume, *, with_snapshots: bool) -> InUse | None:
-        """Return the error that names all users of a volume. None: it can be removed.
+        """Return the error that names all users of a volume, or None if it can be removed.
 
         ``with_snapshots``: the volume's own snapshots do not count as users.
         """
@@ -90,7 +90,7 @@ class References:
         )
 
     def volume_snapshot_refusal(self, volume: Volume, snapshot: VolumeSnapshot) -> InUse | None:
-        """Return the error that names all users of a volume snapshot. None: it can be removed."""
+        """Return the error that names all users of a volume snapshot, or None if it can be removed."""
         return in_use_error(
             snapshot,
             {"sandbox snapshot": self.blocking_snapshots([snapshot]), "clone": self.blocking_volumes([snapshot])},
@@ -113,10 +113,10 @@ def in_use_error(
     volume: str = "",
     overrides: Sequence[str] = (),
 ) -> InUse | None:
-    """Return the error that counts and names all ``users``, by noun. None: there are no users, and it is not ``busy``.
+    """Return the error that counts and names all ``users``, or None if there are none and the object is not ``busy``.
 
-    ``busy``: another request currently uses the object. ``volume``: the name of the volume, if ``record`` is a
-    VolumeSnapshot. ``overrides``: request parameters with which the request would succeed.
+    ``users``: by noun. ``busy``: another request currently uses the object. ``volume``: the name of the volume, if
+    ``record`` is a VolumeSnapshot. ``overrides``: request parameters with which the request would succeed.
     """
     subject = what, resource = _describe(record, volume)
     names_by_noun = {noun: [(each.id, names_of([each])) for each in records] for noun, records in users.items()}
@@ -129,8 +129,8 @@ def in_use_error(
 
 
 @contextlib.contextmanager
-def external_users_named(record: Snapshot | VolumeSnapshot | Volume, volume: str = "") -> Iterator[None]:
-    """Replace a host's InUseExternally with an error that names ``record`` and its users.
+def naming_external_users(record: Snapshot | VolumeSnapshot | Volume, volume: str = "") -> Iterator[None]:
+    """Convert an InUseExternally raised in this context to an error that names ``record`` and its users.
 
     ``volume``: the name of the volume, if ``record`` is a VolumeSnapshot.
     """

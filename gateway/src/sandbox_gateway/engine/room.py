@@ -1,10 +1,10 @@
-"""Room: what the host has left. Report it, refuse operations that would use it up, and continue stalled machines.
+"""Report the host's free disk space and memory (its *room*), keep a reserve, and continue stalled machines.
 
-Memory and disks are overcommitted, so what sandboxes may use does not limit anything. An operation is refused only if
-the host would have less left than the reserves ``limits.free_disk_mb`` and ``limits.free_memory_mb``.
+Memory and disks are overcommitted, so the sizes of sandboxes are not reserved. An operation is refused only if it
+would leave less free than the reserves ``limits.free_disk_mb`` and ``limits.free_memory_mb``.
 
 A machine *stalls* if it writes while the disk has no space left: the host stops it, so that its guest does not see a
-broken disk. A record may not be writable then, so that only this module knows the stalled machines.
+broken disk. Because a full disk may also prevent writing records, stalled machines are tracked only in memory.
 """
 
 from __future__ import annotations
@@ -22,19 +22,21 @@ from sandbox_gateway.records import Sandbox, SandboxState
 
 _MIB = 1 << 20
 _MACHINE_MB = 64
-"""The memory that a new machine uses at once. What it uses later depends on its guest."""
-_LEAST_FREE_MB = 64
-"""Below this, machines are not continued even without a reserve: they would stall again."""
-_CHECK_SECONDS = 1.0
-_FULL_CHECK_SECONDS = 30.0
-_STALLED = "the host's disk has no space left, so its machine is stopped. It continues when there is space: free some"
+"""The memory that a machine uses when it starts. Its later use depends on the guest."""
+_MIN_FREE_MB = 64
+"""Machines are not continued with less free space, even without a reserve, because they would stall again."""
+_CHECK_INTERVAL_SECONDS = 1.0
+_FULL_CHECK_INTERVAL_SECONDS = 30.0
+_STALL_REASON = (
+    "the host's disk has no space left, so its machine is stopped. It continues when there is space: free some"
+)
 
 log = Logger("engine")
 
 
 @dataclass(frozen=True)
 class RoomReport:
-    """The room on the host, and what sandboxes and volumes may use of it. Sizes in bytes."""
+    """The room on the host, and the sizes that sandboxes and volumes can grow to, in bytes."""
 
     room: Room
     disk_promised: int
@@ -68,45 +70,46 @@ class RoomKeeper:
 
     def stall_reason(self, sandbox: Sandbox) -> str:
         """Return why the machine of a running sandbox is stopped, as a sentence, or "" if it is not stalled."""
-        return _STALLED if sandbox.id in self._stalled else ""
+        return _STALL_REASON if sandbox.id in self._stalled else ""
 
     # -- refusing ---------------------------------------------------------------------------------------------------
 
     async def require_for_machines(self, count: int) -> None:
         """Raise NoSpace if the host has no room for ``count`` more machines."""
         room = await self._host.room()
-        self._require_disk(room, 0, "a fork")
+        self._require_disk_space(room, 0, "a fork")
         needed, reserve = count * _MACHINE_MB * _MIB, self._limits.free_memory_mb * _MIB
         if reserve and room.memory_free < needed + reserve:
             raise NoSpace(
                 f"{count} more {'machine' if count == 1 else 'machines'} would leave less than "
-                f"{self._limits.free_memory_mb} MiB of memory free: the host has {room.memory_free // _MIB} MiB, and a "
-                f"machine needs {_MACHINE_MB} MiB at once. Pause or delete sandboxes, or lower limits.free_memory_mb"
+                f"{self._limits.free_memory_mb} MiB of memory free: the host has {room.memory_free // _MIB} MiB "
+                f"free, and each machine needs {_MACHINE_MB} MiB to start. Pause or delete "
+                "sandboxes, or lower limits.free_memory_mb"
             )
 
     async def require_for_capture(self, sandbox: Sandbox, *, memory: bool) -> None:
         """Raise NoSpace if a capture of ``sandbox`` could fill the host."""
         room = await self._host.room()
         needed = sandbox.resources.memory_mb * _MIB if memory else 0
-        if needed and not self._has_disk(room, needed):
+        if needed and not self._has_disk_space(room, needed):
             # A capture writes at most the memory that the machine really uses, which takes longer to find out.
             needed = min(needed, (await self._host.usage(sandbox)).memory_bytes)
-        self._require_disk(room, needed, f"a capture of {sandbox.name}")
+        self._require_disk_space(room, needed, f"a capture of {sandbox.name}")
 
-    def has_disk(self, room: Room) -> bool:
-        """Return whether the disk has more space left than the reserve."""
-        return self._has_disk(room, 0)
+    def has_disk_space(self, room: Room) -> bool:
+        """Return whether the disk has more free space than the reserve."""
+        return self._has_disk_space(room, 0)
 
-    def _has_disk(self, room: Room, needed: int) -> bool:
+    def _has_disk_space(self, room: Room, needed: int) -> bool:
         reserve = self._limits.free_disk_mb * _MIB
         return not reserve or room.disk_free - needed >= reserve
 
-    def _require_disk(self, room: Room, needed: int, what: str) -> None:
-        if not self._has_disk(room, needed):
+    def _require_disk_space(self, room: Room, needed: int, what: str) -> None:
+        if not self._has_disk_space(room, needed):
             size = f" (up to {-(-needed // _MIB)} MiB)" if needed else ""
             raise NoSpace(
                 f"{what}{size} would leave less than {self._limits.free_disk_mb} MiB of disk space free: the host has "
-                f"{room.disk_free // _MIB} MiB. Delete snapshots or sandboxes, enlarge the disk, or lower "
+                f"{room.disk_free // _MIB} MiB free. Delete snapshots or sandboxes, enlarge the disk, or lower "
                 "limits.free_disk_mb"
             )
 
@@ -119,34 +122,34 @@ class RoomKeeper:
                 await self._check()
             except Exception as error:
                 log.error("room not checked", reason=str(error) or type(error).__name__)
-            await asyncio.sleep(_CHECK_SECONDS)
+            await asyncio.sleep(_CHECK_INTERVAL_SECONDS)
 
     async def _check(self) -> None:
-        """Find stalled machines: each time while the disk is full or was so recently, else only now and then."""
+        """Find stalled machines. While enough disk space is free, check only every ``_FULL_CHECK_INTERVAL_SECONDS``."""
         free_mb = (await self._host.room()).disk_free // _MIB
-        is_low = free_mb < max(self._limits.free_disk_mb, _LEAST_FREE_MB)
+        is_low = free_mb < max(self._limits.free_disk_mb, _MIN_FREE_MB)
         if is_low or self._was_low or self._stalled or time.monotonic() >= self._full_check_at:
-            self._full_check_at = time.monotonic() + _FULL_CHECK_SECONDS
-            self._note(await self._host.stalled())
+            self._full_check_at = time.monotonic() + _FULL_CHECK_INTERVAL_SECONDS
+            self._publish_changes(await self._host.stalled())
             if not is_low:
                 for id in self._stalled - self._continuing:
                     self._context.background.start(self._continue(id))
         self._was_low = is_low
 
-    def _note(self, instances: set[str]) -> None:
-        """Publish which machines have stalled or run again since the last check."""
+    def _publish_changes(self, instances: set[str]) -> None:
+        """Publish which machines have stalled or continued since the last check."""
         running = [each for each in self._index.sandboxes.values() if each.state is SandboxState.RUNNING]
         stalled = {each.id for each in running if each.instance in instances}
         for id in stalled - self._stalled:
             log.warning("sandbox stalled", sandbox=id, reason="no space left on the disk")
-            self._context.events.publish("sandbox.stalled", sandboxID=id, reason=_STALLED)
+            self._context.events.publish("sandbox.stalled", sandboxID=id, reason=_STALL_REASON)
         for id in self._stalled & {each.id for each in running} - stalled:
             log.info("sandbox continued", sandbox=id)
             self._context.events.publish("sandbox.continued", sandboxID=id)
         self._stalled = stalled
 
     async def _continue(self, id: str) -> None:
-        """Continue a stalled machine. The lock keeps captures, which stop the machine themselves, apart from this."""
+        """Continue a stalled machine. The lock excludes captures, which stop the machine themselves."""
         self._continuing.add(id)
         try:
             async with self._locking.running_sandbox(id) as sandbox:

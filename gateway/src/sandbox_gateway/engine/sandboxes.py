@@ -25,7 +25,7 @@ from sandbox_gateway.log import Logger
 from sandbox_gateway.records import NetworkPolicy, OnTimeout, Sandbox, SandboxState, Snapshot, SnapshotKind, now
 from sandbox_gateway.tasks import clean_up, finish_despite_cancellation
 
-_SYNC_SECONDS = 2
+_SYNC_TIMEOUT_SECONDS = 2
 
 log = Logger("engine")
 
@@ -63,8 +63,8 @@ class Sandboxes:
     async def has_diverged(self, ref: str) -> bool:
         """Return whether a sandbox's file system has changed since its head.
 
-        Changes that the guest has not yet written to its disk count too. Raises GatewayError if the answer is unknown,
-        or Timeout if the agent does not respond within two seconds.
+        Changes that the guest has not yet written to its disk count too. Raises GatewayError if this cannot be
+        determined, or Timeout if the agent does not respond within two seconds.
         """
         sandbox = self.get(ref)
         head = self._index.snapshots.get(sandbox.head)
@@ -72,7 +72,7 @@ class Sandboxes:
             return True
         if sandbox.state is SandboxState.PAUSED:
             return not sandbox.pause_snapshot or sandbox.pause_snapshot != sandbox.head
-        await self._agents.client(sandbox).call("/sync", {}, seconds=_SYNC_SECONDS)
+        await self._agents.client(sandbox).call("/sync", {}, seconds=_SYNC_TIMEOUT_SECONDS)
         return await self._host.has_diverged(sandbox, head)
 
     async def usage(self, ref: str) -> Usage:
@@ -90,7 +90,7 @@ class Sandboxes:
                 return await save_sandbox(self._context, sandbox.id, name=new_name or sandbox.name, **changes)
 
     async def set_timeout(self, ref: str, seconds: float | None) -> None:
-        """Let a sandbox expire in ``seconds``. None: it never expires."""
+        """Set a sandbox to expire ``seconds`` from now. None: it never expires."""
         async with self._locking.sandbox(ref) as sandbox:
             end_at = end_time(seconds, self._context.config)
             await save_sandbox(self._context, sandbox.id, end_at=end_at, timeout=seconds or sandbox.timeout)
@@ -113,7 +113,7 @@ class Sandboxes:
             return await self._rollback(sandbox, snapshot, cold_start=cold_start)
 
     async def promote(self, fork_ref: str, source_ref: str | None = None) -> Sandbox:
-        """Capture a fork, and roll the sandbox that it was forked from, or ``source_ref``, back to that capture."""
+        """Capture a fork, and roll its source (by default, the sandbox that it was forked from) back to the capture."""
         fork = self._context.require_running(fork_ref)
         source = self.get(source_ref or fork.parent_sandbox or "")
         if source.id == fork.id:
@@ -146,11 +146,11 @@ class Sandboxes:
 
     async def _pause(self, sandbox: Sandbox, memory: bool) -> None:
         if memory:
-            paused = await self._capture_and_pause(sandbox)
+            paused_sandbox = await self._capture_and_pause(sandbox)
         else:
             await self._agents.client(sandbox).call("/sync", {})
-            paused = await self._save_paused(sandbox)
-        await self._machines.stop_paused(paused)
+            paused_sandbox = await self._save_paused(sandbox)
+        await self._machines.stop_paused(paused_sandbox)
         self._events.publish("sandbox.paused", sandboxID=sandbox.id)
 
     async def _capture_and_pause(self, sandbox: Sandbox) -> Sandbox:
@@ -176,11 +176,11 @@ class Sandboxes:
         async with self._locking.sandbox(ref) as sandbox:
             if sandbox.state is SandboxState.RUNNING:
                 raise Conflict(f"sandbox {sandbox.id} is already running: only a paused sandbox can be resumed")
-            expired = sandbox.end_at is not None and sandbox.end_at <= now()
-            if isinstance(timeout, Unset) and expired:
+            is_expired = sandbox.end_at is not None and sandbox.end_at <= now()
+            if isinstance(timeout, Unset) and is_expired:
                 timeout = sandbox.timeout or UNSET
-            keeps_end = isinstance(timeout, Unset) and not expired
-            end_at = sandbox.end_at if keeps_end else end_time(timeout, self._context.config)
+            keeps_end_time = isinstance(timeout, Unset) and not is_expired
+            end_at = sandbox.end_at if keeps_end_time else end_time(timeout, self._context.config)
             if sandbox.pause_snapshot:
                 return await self._resume_from_snapshot(sandbox, end_at, cold_start or sandbox.cold_start)
             async with self._locking.shared_mounts(sandbox):

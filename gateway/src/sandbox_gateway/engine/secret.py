@@ -14,7 +14,7 @@ _BYTES = 32
 
 
 class Secret:
-    """The host's secret, once loaded."""
+    """The host's secret. It must be loaded before use."""
 
     def __init__(self) -> None:
         self.key = b""
@@ -30,7 +30,7 @@ class Secret:
 def load_secret(path: Path) -> bytes:
     """Load the 32-byte secret from ``path``. Create the file on first use. The secret never leaves this host.
 
-    Raises Invalid if the file has another length: anyone could compute the tokens derived from an empty secret.
+    Raises Invalid if the file has the wrong length, because anyone could compute tokens derived from an empty secret.
     """
     try:
         secret = path.read_bytes()

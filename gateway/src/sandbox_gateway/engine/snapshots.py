@@ -76,7 +76,7 @@ class Snapshots:
         the number of forks to keep ready.
         """
         if memory not in ("auto", "none"):
-            raise Invalid(f"memory is {memory[:20]!r}: set it to 'auto' or 'none'")
+            raise Invalid(f"the memory mode {memory[:20]!r} is not valid: set memory to 'auto' or 'none'")
         self._prewarm.check(memory == "auto" and self._host.abilities.memory, prewarm)
         names = [require_valid_name(name)] if name else []
         with self._index.reserved(names):

@@ -19,7 +19,7 @@ from sandbox_gateway.records import Memory, Sandbox, Snapshot, SnapshotKind
 from sandbox_gateway.tasks import clean_up
 
 _PROBE_INTERVAL_SECONDS = 0.5
-_PROBE_SECONDS = 30
+_PROBE_TIMEOUT_SECONDS = 30
 _TAIL_BYTES = 1000
 
 log = Logger("templates")
@@ -84,7 +84,7 @@ class TemplateBuilder:
         agent = self._agents.client(sandbox)
         deadline = time.monotonic() + recipe.ready_timeout
         while True:
-            result = await agent.exec(["/bin/sh", "-c", recipe.ready_probe], timeout=_PROBE_SECONDS)
+            result = await agent.exec(["/bin/sh", "-c", recipe.ready_probe], timeout=_PROBE_TIMEOUT_SECONDS)
             if result.exit_code == 0 and not result.timed_out:
                 return
             if time.monotonic() > deadline:

@@ -70,7 +70,7 @@ class Templates:
             recipe=_canonical_recipe(recipe),
             prewarm=prewarm or 0,
         )
-        self._remember(build)
+        self._add_build(build)
         self._context.background.start(self._run(build, recipe, description))
         return build
 
@@ -94,9 +94,9 @@ class Templates:
         return [build for build in self._builds.values() if build.status != "ready"]
 
     async def set_alias(self, template_ref: str, alias: str) -> Snapshot:
-        """Give a template a name. Another template loses the name if it has it; other objects keep theirs.
+        """Give a template a name. If another template has the name, that template loses it.
 
-        Raises NameTaken if another kind of object has the name.
+        Raises NameTaken if an object of another kind has the name.
         """
         require_valid_name(alias)
         async with self._naming_lock:
@@ -112,15 +112,15 @@ class Templates:
             for each in former_owners:
                 await self._set_names(each, [name for name in each.names if name != alias])
             try:
-                named = await self._set_names(template, [*template.names, alias])
+                renamed_template = await self._set_names(template, [*template.names, alias])
             except BaseException:
                 await clean_up(log, *(self._set_names(each, each.names) for each in former_owners))
                 raise
         await clean_up(log, *(self._remove(each.id) for each in former_owners if each.names == [alias]))
-        return named
+        return renamed_template
 
     def _require_available(self, name: str) -> None:
-        """Raise NameTaken unless the name is free or belongs to another template, which may lose it."""
+        """Raise NameTaken unless the name is free or belongs to a template, which can lose it."""
         owner = self._index.owner(name)
         if owner and not (
             owner in self._index.snapshots and self._index.snapshots[owner].kind is SnapshotKind.TEMPLATE
@@ -151,7 +151,7 @@ class Templates:
             None,
         )
 
-    def _remember(self, build: Build) -> None:
+    def _add_build(self, build: Build) -> None:
         self._builds[build.build_id] = build
         ended_builds = [each for each in self._builds.values() if each.status != "building"]
         for each in ended_builds[: max(0, len(self._builds) - _MAX_BUILDS)]:
@@ -196,7 +196,7 @@ def _finished_build(template: Snapshot, name: str, digest: str) -> Build:
 
 
 def is_outdated(template: Snapshot, guest_digest: str) -> bool | None:
-    """Return whether a template was built with other guest files, so that its recipe now gives another template.
+    """Return whether a template was built with different guest files, so that a new build would differ from it.
 
     ``guest_digest``: the result of ``Templates.guest_digest``. Returns None if this cannot be determined.
     """

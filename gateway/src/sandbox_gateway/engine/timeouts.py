@@ -22,5 +22,5 @@ def end_time(timeout: float | Unset | None, config: Config) -> datetime | None:
 
 
 def has_expired(sandbox: Sandbox, at: datetime) -> bool:
-    """Return whether a sandbox is running although its timeout is over."""
+    """Return whether a sandbox is still running after the end of its timeout."""
     return sandbox.state is SandboxState.RUNNING and sandbox.end_at is not None and sandbox.end_at <= at

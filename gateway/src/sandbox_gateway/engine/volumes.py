@@ -137,8 +137,8 @@ class Volumes:
     async def rollback(self, ref: str, snapshot_ref: str, force: bool = False) -> Volume:
         """Roll the contents of a volume back to a snapshot. The volume keeps its current size.
 
-        Raises InUse if a running or paused sandbox mounts the volume read-write: its files would change, and data that
-        it has not yet written would be lost or overwrite them. ``force``: roll back anyway.
+        Raises InUse if a running or paused sandbox mounts the volume read-write: its files would change, and its
+        unwritten data would be lost or would overwrite them. ``force``: roll back anyway.
         """
         async with self._locked(ref) as volume:
             snapshot = self._index.volume_snapshot(snapshot_ref, volume)

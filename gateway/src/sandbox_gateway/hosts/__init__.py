@@ -1,4 +1,4 @@
-"""Implement each kind of host in a separate package, independent of the engine's operations.
+"""Each kind of host is implemented in a separate package, independent of the engine's operations.
 
 ``base`` defines the interface. This table lists the modules that do each job:
 

@@ -43,30 +43,33 @@ def egress_rules(policy: NetworkPolicy, dns: Sequence[str]) -> list[EgressRule]:
 
     ``dns``: addresses of the name servers. Port 53 of an allowed name server is open even at a metadata address.
     """
-    metadata = [ipaddress.IPv4Network(text) for text in METADATA_NETWORKS]
-    allowed_networks = _parse("allow_out", policy.allow_out)
-    denied_networks = _parse("deny_out", policy.deny_out)
-    allowed_metadata = [network for network in allowed_networks if _is_within(network, metadata)]
-    other_allowed = [network for network in allowed_networks if not _is_within(network, metadata)]
+    metadata_networks = [ipaddress.IPv4Network(text) for text in METADATA_NETWORKS]
+    allowed_networks = _parse_networks("allow_out", policy.allow_out)
+    denied_networks = _parse_networks("deny_out", policy.deny_out)
+    allowed_metadata = [network for network in allowed_networks if _is_within(network, metadata_networks)]
+    other_allowed_networks = [network for network in allowed_networks if not _is_within(network, metadata_networks)]
     servers = [
         server
         for server in map(ipaddress.IPv4Network, dns)
-        if _is_within(server, metadata)
-        and (_is_within(server, other_allowed) or (policy.allow_internet and not _is_within(server, denied_networks)))
+        if _is_within(server, metadata_networks)
+        and (
+            _is_within(server, other_allowed_networks)
+            or (policy.allow_internet and not _is_within(server, denied_networks))
+        )
     ]
-    everywhere = [ipaddress.IPv4Network("0.0.0.0/0")]
+    all_addresses = [ipaddress.IPv4Network("0.0.0.0/0")]
     rules = [
-        _rule(True, allowed_metadata),
-        _rule(True, servers, dns_only=True),
-        _rule(False, metadata),
-        _rule(True, other_allowed),
-        _rule(False, denied_networks),
-        _rule(policy.allow_internet, everywhere),
+        _new_rule(True, allowed_metadata),
+        _new_rule(True, servers, dns_only=True),
+        _new_rule(False, metadata_networks),
+        _new_rule(True, other_allowed_networks),
+        _new_rule(False, denied_networks),
+        _new_rule(policy.allow_internet, all_addresses),
     ]
     return [rule for rule in rules if rule.networks]
 
 
-def _rule(allow: bool, networks: Iterable[ipaddress.IPv4Network], *, dns_only: bool = False) -> EgressRule:
+def _new_rule(allow: bool, networks: Iterable[ipaddress.IPv4Network], *, dns_only: bool = False) -> EgressRule:
     return EgressRule(allow, tuple(ipaddress.collapse_addresses(networks)), dns_only)
 
 
@@ -74,7 +77,7 @@ def _is_within(network: ipaddress.IPv4Network, ranges: Iterable[ipaddress.IPv4Ne
     return any(network.subnet_of(each) for each in ranges)
 
 
-def _parse(field: str, texts: Iterable[str]) -> list[ipaddress.IPv4Network]:
+def _parse_networks(field: str, texts: Iterable[str]) -> list[ipaddress.IPv4Network]:
     networks = []
     for text in texts:
         try:
@@ -88,17 +91,20 @@ def _parse(field: str, texts: Iterable[str]) -> list[ipaddress.IPv4Network]:
 
 
 def name_servers(network: Network) -> list[str]:
-    """Return the IPv4 name servers for sandboxes: those of the configuration, or else the host's, without loopback."""
+    """Return the IPv4 name servers for sandboxes: the configured ones, or else those of the host.
+
+    Loopback addresses are omitted.
+    """
     if network.dns:
-        return _ipv4(network.dns)
+        return _parse_name_servers(network.dns)
     for file in (Path("/etc/resolv.conf"), Path("/run/systemd/resolve/resolv.conf")):
         with contextlib.suppress(OSError):
-            if servers := _ipv4(re.findall(r"^\s*nameserver\s+(\S+)", file.read_text(), re.MULTILINE)):
+            if servers := _parse_name_servers(re.findall(r"^\s*nameserver\s+(\S+)", file.read_text(), re.MULTILINE)):
                 return servers
     return []
 
 
-def _ipv4(texts: Sequence[str]) -> list[str]:
+def _parse_name_servers(texts: Sequence[str]) -> list[str]:
     servers = []
     for text in texts:
         with contextlib.suppress(ValueError):

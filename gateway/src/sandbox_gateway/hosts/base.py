@@ -60,7 +60,7 @@ class Usage:
 
 @dataclass(frozen=True)
 class Load:
-    """The resources that a running machine uses now, measured without its guest. None: the host cannot measure it.
+    """The current resource use of a running machine, measured from outside its guest. None: the host cannot measure it.
 
     Shared memory and shared disk blocks count fully, because measuring shares is expensive. ``cpu_seconds``: the CPU
     time since the machine was started ``running_seconds`` ago. A host whose kernel measures the current use instead
@@ -144,7 +144,7 @@ class Host(Protocol):
         """
 
     async def room(self) -> Room:
-        """Return the room on the disk of this host's state, and in its memory."""
+        """Return the space on the disk that stores this host's state, and the host's memory."""
 
     async def stalled(self) -> set[str]:
         """Return the instances whose machines the host has stopped because the disk had no space left."""
@@ -166,7 +166,7 @@ class Host(Protocol):
         """
 
     async def settle(self, fork: Sandbox) -> None:
-        """Write what ``fork`` has changed to the disk, so that the commit of the sandbox that claims it is fast."""
+        """Write the changes of ``fork`` to the disk, so that a sandbox that claims it can be committed quickly."""
 
     async def claim(self, fork: Sandbox, sandbox: Sandbox) -> None:
         """Give ``sandbox`` the machine of ``fork``, which was never committed, and let the machine continue.
@@ -185,7 +185,7 @@ class Host(Protocol):
 
         Disk, memory and ``volumes`` are captured at the same instant. The machine keeps running, even on failure; in
         that case all parts of the snapshot are removed. The snapshots of volumes are committed before the snapshot
-        that they belong to. If that snapshot is never committed, the next scan sweeps them.
+        that they belong to. If that snapshot is never committed, the next scan removes them.
         """
 
     async def save(self, sandbox: Sandbox) -> None:
@@ -211,7 +211,7 @@ class Host(Protocol):
         """Return a snapshot's paths, for display: ``dir``, and ``memory`` and ``vmstate`` if it has such files."""
 
     async def remove_snapshot(self, snapshot: Snapshot) -> None:
-        """Remove a snapshot, atomically."""
+        """Remove a snapshot atomically."""
 
     # -- volumes: `Sandbox.mounts` lists a sandbox's mounts; `fork` and `boot` mount them, `discard` and `stop` unmount
 
@@ -225,7 +225,7 @@ class Host(Protocol):
         """Remove a volume that no sandbox mounts, and its snapshots, atomically."""
 
     async def volume_state(self, volume: Volume) -> VolumeState:
-        """Return a volume's used bytes and its failing unmounts."""
+        """Return how many bytes a volume uses, and its failing unmounts."""
 
     async def capture_volume(self, volume: Volume, snapshot: VolumeSnapshot) -> None:
         """Take and commit a point-in-time snapshot of a volume. Sandboxes that mount the volume keep running."""

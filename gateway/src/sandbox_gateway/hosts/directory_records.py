@@ -43,15 +43,15 @@ def read_record(directory: Path, kind: type[AnyRecord]) -> AnyRecord:
 
 def find_newer(directories: Iterable[Path], kind: type[AnyRecord]) -> dict[str, str]:
     """Return the paths of the manifests that only a newer release can read, with the reasons."""
-    found = {}
+    reasons = {}
     for directory in directories:
         try:
             read_record(directory, kind)
         except NewerFormat as error:
-            found[str(directory / MANIFEST)] = str(error)
+            reasons[str(directory / MANIFEST)] = str(error)
         except ValueError:
             pass  # It is damaged or was never committed. The scan finds it again.
-    return found
+    return reasons
 
 
 def write_record(directory: Path, record: Record, *, durable: bool = True) -> None:
@@ -60,14 +60,14 @@ def write_record(directory: Path, record: Record, *, durable: bool = True) -> No
     If not ``durable``, this holds only for a crash of this process, not of the host.
     """
     text = json.dumps(record.model_dump(mode="json"), indent=1)
-    temporary = directory / f"{PARTIAL}{MANIFEST}"
-    with temporary.open("w") as file:
+    temporary_file = directory / f"{PARTIAL}{MANIFEST}"
+    with temporary_file.open("w") as file:
         os.fchmod(file.fileno(), 0o600)
         file.write(text)
         file.flush()
         if durable:
             os.fsync(file.fileno())
-    temporary.rename(directory / MANIFEST)
+    temporary_file.rename(directory / MANIFEST)
     if durable:
         sync_directory(directory)
 
@@ -108,24 +108,24 @@ def undo(final: Path) -> None:
 
 
 def remove(directory: Path) -> None:
-    """Remove a directory if it exists. If the process crashes meanwhile, the next sweep removes the rest."""
+    """Remove a directory if it exists. If the process crashes during this, the next sweep removes the rest."""
     if not directory.exists():
         return
-    doomed = partial_of(directory) if not directory.name.startswith(PARTIAL) else directory
-    if doomed != directory:
-        directory.rename(doomed)
-    shutil.rmtree(doomed)
+    partial = partial_of(directory) if not directory.name.startswith(PARTIAL) else directory
+    if partial != directory:
+        directory.rename(partial)
+    shutil.rmtree(partial)
 
 
 def remove_durably(directory: Path) -> None:
-    """Remove a directory if it exists, durably, with one rename. Its files may remain until the next sweep."""
-    doomed = partial_of(directory)
+    """Durably remove a directory, if it exists, with one rename. Its files may remain until the next sweep."""
+    partial = partial_of(directory)
     try:
-        directory.rename(doomed)
+        directory.rename(partial)
     except FileNotFoundError:
         return
     sync_directory(directory.parent)
-    shutil.rmtree(doomed, ignore_errors=True)
+    shutil.rmtree(partial, ignore_errors=True)
 
 
 def sweep(parent: Path) -> list[str]:

@@ -1,4 +1,4 @@
-"""Compute a digest of everything but the recipe that determines the contents of a template."""
+"""Compute a digest of everything that determines the contents of a template, except its recipe."""
 
 from __future__ import annotations
 

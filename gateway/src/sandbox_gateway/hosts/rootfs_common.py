@@ -22,7 +22,7 @@ from sandbox_gateway.command import child_environment, run_async
 from sandbox_gateway.errors import BackendFailed, Invalid, NoSpace
 from sandbox_gateway.hosts.base import Log
 
-STEP_SECONDS = 3600.0
+STEP_TIMEOUT_SECONDS = 3600.0
 _MAX_FILE_BYTES = 1 << 20
 
 
@@ -68,36 +68,36 @@ class Tree:
 
     def list_directory(self, path: str) -> list[str]:
         """Return the sorted names of a directory's entries, or an empty list if ``path`` is not a directory."""
-        real = self.resolve(path)
-        return sorted(entry.name for entry in real.iterdir()) if real.is_dir() else []
+        host_path = self.resolve(path)
+        return sorted(entry.name for entry in host_path.iterdir()) if host_path.is_dir() else []
 
     def read(self, path: str) -> str:
         """Return a file's text, or "" if ``path`` is not a file. Raises Invalid for a file that is too large."""
-        real = self.resolve(path)
-        if not real.is_file():
+        host_path = self.resolve(path)
+        if not host_path.is_file():
             return ""
-        with real.open("rb") as file:
+        with host_path.open("rb") as file:
             data = file.read(_MAX_FILE_BYTES + 1)
         if len(data) > _MAX_FILE_BYTES:
             raise Invalid(f"the root file system's {path} is longer than {_MAX_FILE_BYTES} bytes: make it smaller")
         return data.decode(errors="replace")
 
     def mkdir(self, path: str, mode: int = 0o755, owner: int = 0) -> None:
-        real = self.resolve(path)
-        missing_directories = [directory for directory in (real, *real.parents) if not directory.is_dir()]
+        host_path = self.resolve(path)
+        missing_directories = [directory for directory in (host_path, *host_path.parents) if not directory.is_dir()]
         for directory in reversed(missing_directories):
             directory.mkdir()
-            directory.chmod(mode if directory == real else 0o755)  # Independent of the umask.
+            directory.chmod(mode if directory == host_path else 0o755)  # Independent of the umask.
         if missing_directories:
-            os.chown(real, owner, owner)
+            os.chown(host_path, owner, owner)
 
     def write(self, path: str, text: str, mode: int = 0o644, owner: int = 0) -> None:
         """Write a regular file. Replaces a file, link or directory at ``path``, but never changes a link's target."""
-        real = self._clear(path)
-        with real.open("x") as file:
+        host_path = self._clear(path)
+        with host_path.open("x") as file:
             file.write(text)
-        os.chown(real, owner, owner)
-        real.chmod(mode)
+        os.chown(host_path, owner, owner)
+        host_path.chmod(mode)
 
     def link(self, path: str, target: str) -> None:
         self._clear(path).symlink_to(target)
@@ -108,20 +108,20 @@ class Tree:
     def _clear(self, path: str) -> Path:
         """Create the parent of ``path`` and remove the entry at ``path``. Returns the path on the host."""
         self.mkdir(str(PurePosixPath(path).parent))
-        real = self.resolve(path, follow=False)
-        if real.is_dir() and not real.is_symlink():
-            shutil.rmtree(real)
+        host_path = self.resolve(path, follow=False)
+        if host_path.is_dir() and not host_path.is_symlink():
+            shutil.rmtree(host_path)
         else:
-            real.unlink(missing_ok=True)
-        return real
+            host_path.unlink(missing_ok=True)
+        return host_path
 
 
-def python_minor(tree: Tree, name: str) -> int | None:
+def python_minor_version(tree: Tree, name: str) -> int | None:
     if match := re.fullmatch(r"python3\.(\d+)", name):
         return int(match[1])
     entries = [*tree.list_directory("/usr/lib"), *tree.list_directory("/usr/lib64")]
-    minors = [int(match[1]) for entry in entries if (match := re.fullmatch(r"python3\.(\d+)", entry))]
-    return max(minors, default=None)
+    minor_versions = [int(match[1]) for entry in entries if (match := re.fullmatch(r"python3\.(\d+)", entry))]
+    return max(minor_versions, default=None)
 
 
 def agent_package() -> Path:
@@ -179,12 +179,12 @@ def add_user(tree: Tree) -> None:
 
 
 def _append(tree: Tree, path: str, line: str, mode: int) -> None:
-    real = tree.resolve(path)
-    if path.endswith("shadow") and not real.is_file():
+    host_path = tree.resolve(path)
+    if path.endswith("shadow") and not host_path.is_file():
         return
-    old = tree.read(path)
-    group = real.stat().st_gid if real.is_file() else 0
-    tree.write(path, f"{old}{'' if not old or old.endswith(chr(10)) else chr(10)}{line}\n", mode)
+    old_text = tree.read(path)
+    group = host_path.stat().st_gid if host_path.is_file() else 0
+    tree.write(path, f"{old_text}{'' if not old_text or old_text.endswith(chr(10)) else chr(10)}{line}\n", mode)
     os.chown(tree.resolve(path), 0, group)
 
 
@@ -217,7 +217,7 @@ async def stream(
     *,
     keep: Callable[[str], bool] = lambda line: True,
     env: dict[str, str] | None = None,
-    timeout: float = STEP_SECONDS,
+    timeout: float = STEP_TIMEOUT_SECONDS,
 ) -> None:
     """Run ``argv`` and pass its output lines to ``log`` as they arrive. On return, all its processes have ended."""
     try:
@@ -252,22 +252,22 @@ async def stream(
                 os.killpg(process.pid, signal.SIGKILL)
             await process.wait()
     if process.returncode:
-        raise _failure(argv, process.returncode, list(tail))
+        raise _step_error(argv, process.returncode, list(tail))
 
 
 async def _read_lines(stream: asyncio.StreamReader) -> AsyncIterator[str]:
-    rest = b""
+    remainder = b""
     while chunk := await stream.read(65536):
-        *lines, rest = re.split(rb"[\r\n]", rest + chunk)
+        *lines, remainder = re.split(rb"[\r\n]", remainder + chunk)
         for line in lines:
             if line.strip():
                 yield line.decode(errors="replace").rstrip()
-        rest = rest[-65536:]
-    if rest.strip():
-        yield rest.decode(errors="replace").rstrip()
+        remainder = remainder[-65536:]
+    if remainder.strip():
+        yield remainder.decode(errors="replace").rstrip()
 
 
-def _failure(argv: Sequence[str], code: int, tail: list[str]) -> Exception:
+def _step_error(argv: Sequence[str], code: int, tail: list[str]) -> Exception:
     if any("No space left on device" in line for line in tail):
         return NoSpace(
             f"{argv[0]} failed because the host's disk is full: free some space and build the template again"

@@ -49,26 +49,26 @@ def reserve_descriptors(config: Config) -> int:
 
     Increases the process's soft limit as needed, up to the hard limit.
     """
-    requested = config.server.connections
+    requested_connections = config.server.connections
     reserve = _OWN_DESCRIPTORS + _DESCRIPTORS_PER_SANDBOX * config.limits.sandboxes
-    needed = _DESCRIPTORS_PER_CONNECTION * requested + reserve
+    needed_descriptors = _DESCRIPTORS_PER_CONNECTION * requested_connections + reserve
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft == resource.RLIM_INFINITY:
-        return requested
-    limit = max(soft, needed if hard == resource.RLIM_INFINITY else min(needed, hard))
+        return requested_connections
+    limit = max(soft, needed_descriptors if hard == resource.RLIM_INFINITY else min(needed_descriptors, hard))
     if limit > soft:
         resource.setrlimit(resource.RLIMIT_NOFILE, (limit, hard))
     # If there are too few, keep half of them for the sandboxes.
-    possible = (limit - min(reserve, limit // 2)) // _DESCRIPTORS_PER_CONNECTION
-    if possible < requested:
+    possible_connections = (limit - min(reserve, limit // 2)) // _DESCRIPTORS_PER_CONNECTION
+    if possible_connections < requested_connections:
         log.warning(
             "the limit of open files is too low for server.connections: raise the service's limit "
             "(LimitNOFILE, openfiles)",
             open_files=limit,
-            needed=needed,
-            connections=possible,
+            needed=needed_descriptors,
+            connections=possible_connections,
         )
-    return min(requested, possible)
+    return min(requested_connections, possible_connections)
 
 
 class Connections:
@@ -89,24 +89,24 @@ class Connections:
 
     def admit(self, address: str) -> bool:
         """Count a connection from ``address``. Returns False if there are too many. ``release`` undoes the count."""
-        group = _counting_key(address)
+        key = _counting_key(address)
         if self._open.total() >= self._limit:
             self.record_end("too many connections", address)
-        elif self._open[group] >= self._limit_per_address:
+        elif self._open[key] >= self._limit_per_address:
             self.record_end("too many connections from one address", address)
         else:
-            self._open[group] += 1
+            self._open[key] += 1
             return True
         return False
 
     def release(self, address: str) -> None:
-        group = _counting_key(address)
-        self._open[group] -= 1
-        if not self._open[group]:
-            del self._open[group]
+        key = _counting_key(address)
+        self._open[key] -= 1
+        if not self._open[key]:
+            del self._open[key]
 
     def record_end(self, reason: str, address: str) -> None:
-        """Record that the gateway closed a connection. One log line reports many connections."""
+        """Record that the gateway closed a connection. A single log line may report several."""
         self._metrics.record_connection_end(reason)
         if not self._unlogged:
             asyncio.get_running_loop().call_later(_LOG_SECONDS, self._log_ended, address)
@@ -120,12 +120,12 @@ class Connections:
 
 def _counting_key(address: str) -> str:
     """Return the counting key of an address: for IPv6 its /64, the smallest network that a client has."""
-    parsed = ipaddress.ip_address(address.partition("%")[0])
-    if isinstance(parsed, ipaddress.IPv4Address):
-        return str(parsed)
-    if parsed.ipv4_mapped:
-        return str(parsed.ipv4_mapped)
-    return str(ipaddress.IPv6Network((parsed, _IPV6_PREFIX_LENGTH), strict=False))
+    ip = ipaddress.ip_address(address.partition("%")[0])
+    if isinstance(ip, ipaddress.IPv4Address):
+        return str(ip)
+    if ip.ipv4_mapped:
+        return str(ip.ipv4_mapped)
+    return str(ipaddress.IPv6Network((ip, _IPV6_PREFIX_LENGTH), strict=False))
 
 
 class Listener(socket.socket):
@@ -148,7 +148,7 @@ class Listener(socket.socket):
 
 
 class _CountedSocket(socket.socket):
-    """An accepted connection, which is no longer counted after it is closed."""
+    """An accepted connection, which is counted until it is closed."""
 
     release: Callable[[], None] | None = None
 
@@ -172,8 +172,8 @@ class _StallTimer:
 
     def start(self) -> None:
         if self._timer is None:
-            waiting = self._transport.get_write_buffer_size()
-            self._timer = asyncio.get_running_loop().call_later(self._seconds, self._check_progress, waiting)
+            unsent_bytes = self._transport.get_write_buffer_size()
+            self._timer = asyncio.get_running_loop().call_later(self._seconds, self._check_progress, unsent_bytes)
 
     def stop(self) -> None:
         if self._timer is not None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import ctypes
 
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD, _M_ARENA_MAX = -1, -3, -8
-_LARGE = 1 << 20
+_THRESHOLD_BYTES = 1 << 20
 """Threshold in bytes. Larger allocations get their own mapping, which is unmapped when they are freed."""
 
 
@@ -18,5 +18,9 @@ def return_freed_memory() -> None:
     """
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
     if mallopt is not None:
-        for option, value in ((_M_MMAP_THRESHOLD, _LARGE), (_M_TRIM_THRESHOLD, _LARGE), (_M_ARENA_MAX, 2)):
+        for option, value in (
+            (_M_MMAP_THRESHOLD, _THRESHOLD_BYTES),
+            (_M_TRIM_THRESHOLD, _THRESHOLD_BYTES),
+            (_M_ARENA_MAX, 2),
+        ):
             mallopt(option, value)

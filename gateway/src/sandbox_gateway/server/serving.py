@@ -75,15 +75,15 @@ async def serve(config: Config, engine: Engine, stop: asyncio.Event) -> None:
     keys, address, tls = prepare(config.server)
     try:
         async with start_extended():
-            opened = await _run_until(stop, engine.open())
-        if opened:
+            is_open = await _run_until(stop, engine.open())
+        if is_open:
             await _serve(config, engine, keys, address, tls, stop)
     finally:
         await engine.close()
 
 
 async def check(config: Config) -> None:
-    """Check that this machine can serve the configuration. Raises GatewayError."""
+    """Check that a gateway with this configuration can run on this machine. Raises GatewayError."""
     prepare(config.server)
     host = make_host(config)
     try:

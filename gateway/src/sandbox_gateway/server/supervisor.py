@@ -28,7 +28,7 @@ def notify(state: str) -> None:
 async def watchdog_notified() -> AsyncIterator[None]:
     """Send a keepalive at half the watchdog's interval. The service manager kills a process whose event loop hangs.
 
-    Its signal (SIGABRT) prints the stack of each thread.
+    The signal that it sends (SIGABRT) makes the process print the stack of each thread.
     """
     interval = _watchdog_seconds() / 2
     if not interval:
@@ -41,7 +41,7 @@ async def watchdog_notified() -> AsyncIterator[None]:
 
 @contextlib.asynccontextmanager
 async def start_extended() -> AsyncIterator[None]:
-    """Extend the start timeout while the event loop is alive, because many sandboxes make the start slow."""
+    """Extend the start timeout while the event loop is alive, because a start with many sandboxes is slow."""
     async with _notify_repeatedly(f"EXTEND_TIMEOUT_USEC={_START_EXTENSION * 1e6:.0f}", _START_INTERVAL):
         yield
 

@@ -30,18 +30,18 @@ def has_changed_since(name: Name, snap: Name) -> bool:
         return properties[0].number > 0
     if not lzc_exists(snapshot):
         raise SnapshotNotFound(snapshot)
-    return written_bytes(target) > 0 or _is_different(snapshot, _newest(target))
+    return written_bytes(target) > 0 or _is_different(snapshot, _newest_snapshot(target))
 
 
 def _has_changed_by_comparison(target: str, snapshot: str) -> bool:
     """Compare snapshots pair by pair, because ``unique`` only counts changes since the newest snapshot."""
     if not lzc_exists(snapshot):
         raise SnapshotNotFound(snapshot)
-    newest = _newest(target)
+    newest = _newest_snapshot(target)
     return _is_different(snapshot, newest) if written_bytes(target) == 0 else _check_descent(newest, snapshot)
 
 
-def _newest(filesystem: str) -> str:
+def _newest_snapshot(filesystem: str) -> str:
     """Return the snapshot on which a filesystem's current state is based: its newest snapshot, or its origin."""
     snapshots = list_snapshots(filesystem)
     return snapshots[-1] if snapshots else _origin(filesystem)

@@ -126,7 +126,7 @@ def lzc_rename(source: Name, target: Name, *, retry: bool = True) -> None:
     if was_mounted:
         unmount(old)
     try:
-        outcome = _rename_only(old, new, retry)
+        outcome = _rename_dataset(old, new, retry)
     except BaseException:
         if was_mounted:
             mount(old)
@@ -142,7 +142,7 @@ def lzc_rename(source: Name, target: Name, *, retry: bool = True) -> None:
     check(outcome, old, "rename", specific)
 
 
-def _rename_only(old: str, new: str, retry: bool) -> Outcome:
+def _rename_dataset(old: str, new: str, retry: bool) -> Outcome:
     rename = run_with_retries if retry else run
     if detect_capabilities().rename_without_unmount:
         return rename("rename", "-u", old, new, name=old)

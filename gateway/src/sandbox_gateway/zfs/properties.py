@@ -64,7 +64,7 @@ def local_tree(root: Name) -> dict[str, dict[str, str]]:
     """
     target = existing_name(root)
     try:
-        return _local(["-r"], target)
+        return _read_local(["-r"], target)
     except ZFSOutputError:
         names = list_datasets(target, types="filesystem,volume,snapshot")
         return {name: props for name in names if (props := local_props(name))}
@@ -74,12 +74,12 @@ def local_props(name: Name) -> dict[str, str]:
     """Return the user properties set on a dataset or snapshot, without inherited ones. Raises DatasetNotFound."""
     target = existing_name(name)
     try:
-        return _local([], target).get(target, {})
+        return _read_local([], target).get(target, {})
     except ZFSOutputError:
-        return _one_by_one(target)
+        return _read_separately(target)
 
 
-def _local(options: Sequence[str], target: str) -> dict[str, dict[str, str]]:
+def _read_local(options: Sequence[str], target: str) -> dict[str, dict[str, str]]:
     result: dict[str, dict[str, str]] = {}
     for item in _get([*options, "-s", "local,received"], ["all"], [target]):
         # A line that names another dataset is part of a value.
@@ -90,7 +90,7 @@ def _local(options: Sequence[str], target: str) -> dict[str, dict[str, str]]:
     return result
 
 
-def _one_by_one(target: str) -> dict[str, str]:
+def _read_separately(target: str) -> dict[str, str]:
     """Read each property with a separate command, whose output is unambiguous for every value."""
     outcome = run("get", "-H", "-s", "local,received", "-o", "property", "all", target, name=target)
     prop_names = [prop for (prop,) in parse_table(check(outcome, target, "get properties").output, 1) if ":" in prop]

@@ -17,7 +17,7 @@ from sandbox_gateway.zfs.outcome import Outcome
 from sandbox_gateway.zfs.process import TIMEOUT_SECONDS, execute
 
 _RETRY_SECONDS: dict[Cause | None, float] = {Cause.BUSY: 10.0, Cause.MOUNT_BUSY: 10.0, Cause.IN_USE: 0.8}
-_MOUNTING = frozenset({"create", "clone", "mount", "rename", "rollback", "receive"})
+_MOUNTING_COMMANDS = frozenset({"create", "clone", "mount", "rename", "rollback", "receive"})
 _FUSE_DIRECTORY = Path("/var/run/zfs")
 
 
@@ -62,7 +62,7 @@ def mount_lock(verb: str, seconds: float, name: str | None) -> Iterator[None]:
     Threads of its daemon announce new mounts to another thread through one pipe, each with two writes and without a
     lock. If the writes of two threads interleave, all file systems hang until the daemon is restarted.
     """
-    if verb not in _MOUNTING or detect_capabilities().concurrent_mounts or not _FUSE_DIRECTORY.is_dir():
+    if verb not in _MOUNTING_COMMANDS or detect_capabilities().concurrent_mounts or not _FUSE_DIRECTORY.is_dir():
         yield
         return
     directory = os.open(_FUSE_DIRECTORY, os.O_RDONLY)
@@ -73,7 +73,7 @@ def mount_lock(verb: str, seconds: float, name: str | None) -> Iterator[None]:
                 raise ZFSGenericError(
                     errno.ETIMEDOUT,
                     name,
-                    f"`zfs {verb}` waited {seconds:g} s for the mount lock of another command: try again",
+                    f"`zfs {verb}` waited {seconds:g} s for the mount lock, which another command holds: try again",
                 )
             time.sleep(0.002)
         yield

@@ -41,7 +41,7 @@ def lzc_send(
     target = snapshot_name(snapname)
     if flags:
         raise FeatureNotSupported(target).with_details(
-            "not every version of ZFS can receive streams with flags: pass no flags"
+            "not all versions of ZFS can receive streams with flags: omit the flags"
         )
     start = [] if fromsnap is None else ["-i", snapshot_name(fromsnap)]
     if start and pool_of(start[1]) != pool_of(target):

@@ -18,7 +18,7 @@ from sandbox_gateway_forkd.port import DEFAULT_TARGET, Port, bind
 
 LEASE_SECONDS = 60.0
 """How long sandboxes outlive this program if it is killed."""
-END_SECONDS = 4.0
+EXIT_TIMEOUT_SECONDS = 4.0
 """Time limit for removing the sandboxes on exit; forkd's client waits five seconds."""
 _EXIT_FAILED = 1
 _WARNING = (
@@ -88,7 +88,9 @@ def _build_parser() -> argparse.ArgumentParser:
 
 def _parse_count(text: str) -> int:
     if not text.isascii() or not text.isdigit() or not 1 <= int(text) <= 1000:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a number of sandboxes: use a whole number from 1 to 1000")
+        raise argparse.ArgumentTypeError(
+            f"{text!r} is not a valid number of sandboxes: use a whole number from 1 to 1000"
+        )
     return int(text)
 
 
@@ -153,9 +155,9 @@ async def _renew_leases(gateway: Gateway, sandboxes: list[str]) -> None:
 
 
 async def _remove_sandboxes(gateway: Gateway, sandboxes: list[str]) -> None:
-    """Remove the sandboxes; those already removed are not failures. Raises Failure."""
+    """Remove the sandboxes. It is not an error if some no longer exist. Raises Failure."""
     try:
-        async with asyncio.timeout(END_SECONDS):
+        async with asyncio.timeout(EXIT_TIMEOUT_SECONDS):
             failures = [failure for failure in await gateway.kill(sandboxes) if failure.status != 404]
     except TimeoutError:
         failures = [Failure("the gateway did not respond in time")]
@@ -167,7 +169,7 @@ async def _attach(options: argparse.Namespace) -> None:
     stop = _stop_event()
     with contextlib.closing(bind(options.listen, remote=options.remote)) as listener:
         async with _open_gateway() as gateway:
-            ping = gateway.call_sandbox(options.sandbox, "ping", seconds=END_SECONDS)
+            ping = gateway.call_sandbox(options.sandbox, "ping", seconds=EXIT_TIMEOUT_SECONDS)
             if await _run_unless_stopped(stop, ping) is None:
                 return
             server = await Port(gateway, options.sandbox).listen(listener)

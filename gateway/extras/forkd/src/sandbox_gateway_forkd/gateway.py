@@ -42,7 +42,7 @@ class Gateway:
         elif url.startswith(("http://", "https://")):
             self._http = httpx.AsyncClient(base_url=url, headers=headers)
         else:
-            raise Failure(f"{url!r} is not a gateway's address: use unix:///path, http:// or https:// in FORKD_URL")
+            raise Failure(f"{url!r} is not a valid gateway address: use unix:///path, http:// or https:// in FORKD_URL")
 
     async def __aenter__(self) -> Gateway:
         return self
@@ -68,7 +68,7 @@ class Gateway:
             raise Failure(f"the connection to the gateway at {self._url} was lost ({error}): try again") from None
         except (ValueError, httpx.InvalidURL) as error:
             raise Failure(
-                f"invalid request to or response from {self._url} ({error}): check that FORKD_URL names a gateway"
+                f"the request to {self._url} failed ({error}): check that FORKD_URL is a gateway's address"
             ) from None
         if response.is_success:
             return data

@@ -39,7 +39,7 @@ def bind(target: str, *, remote: bool) -> socket.socket:
     except ValueError:
         host, port = None, None
     if not host or port is None:
-        raise Failure(f"{target!r} is not an address: use HOST:PORT, such as 127.0.0.1:8888")
+        raise Failure(f"{target!r} is not a valid address: use HOST:PORT, such as 127.0.0.1:8888")
     try:
         family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
     except OSError as error:
@@ -164,7 +164,7 @@ class Port:
 
 
 def _timeout_of(seconds: object) -> float:
-    """Return how long to wait for a command. The gateway refuses invalid times itself."""
+    """Return how long to wait for a command. The gateway rejects invalid timeouts."""
     if isinstance(seconds, int | float) and 0 < seconds <= _MAX_TIMEOUT_SECONDS:
         return float(seconds)
     return DEFAULT_TIMEOUT_SECONDS

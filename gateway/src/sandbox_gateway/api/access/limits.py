@@ -25,7 +25,7 @@ class TooLarge(OverQuota):
 
 
 class TooSlow(GatewayError):
-    """The client sends its request too slowly; the rest may still arrive."""
+    """The client sends its request body too slowly. Data may still arrive after this error."""
 
     kind = "timeout"
     status = 408
@@ -60,8 +60,8 @@ class BodyLimit:
         if scope["type"] != "http":
             await self.app(scope, receive, send)
             return
-        declared = Headers(scope=scope).get("content-length", "0")
-        if declared.isdigit() and int(declared) > MAX_BODY_BYTES:
+        declared_length = Headers(scope=scope).get("content-length", "0")
+        if declared_length.isdigit() and int(declared_length) > MAX_BODY_BYTES:
             raise TooLarge
         deadline: float | None = asyncio.get_running_loop().time() + self.seconds
         received_bytes = 0

@@ -51,7 +51,7 @@ class NotRunning(GatewayError):
 
 @dataclass(frozen=True)
 class Admission:
-    """The result of ``admit``. ``query``: replaces the query of a signed request, with only its signed fields."""
+    """The result of ``admit``. ``query`` replaces the query of a signed request: it has only the signed fields."""
 
     sandbox: Sandbox
     query: bytes | None = None
@@ -99,8 +99,8 @@ class PortAccess:
         caller = auth.identify(scope, self.keys)
         query = None
         if not (caller and caller.permission >= auth.Permission.EXEC):
-            open_to_all = sandbox is not None and sandbox.network.allow_public_traffic and port not in AGENT_PORTS
-            if not (open_to_all or self._has_token(id, headers, port)):
+            is_public = sandbox is not None and sandbox.network.allow_public_traffic and port not in AGENT_PORTS
+            if not (is_public or self._has_token(id, headers, port)):
                 query = self._verify_signature(scope, id, port)
                 if query is None:
                     raise self._refusal(scope, caller, headers, port)
@@ -115,12 +115,12 @@ class PortAccess:
             return None
 
     def _has_token(self, id: str, headers: Headers, port: int) -> bool:
-        offered = [(headers.get(TOKEN_HEADER), self.engine.secret.derive(id))]
+        token_pairs = [(headers.get(TOKEN_HEADER), self.engine.secret.derive(id))]
         if port != AGENT_PORT:
-            offered += [(headers.get(name), traffic_token(self.engine, id)) for name in TRAFFIC_HEADERS]
+            token_pairs += [(headers.get(name), traffic_token(self.engine, id)) for name in TRAFFIC_HEADERS]
         return any(
             hmac.compare_digest(auth.digest(offered_token), auth.digest(expected_token))
-            for offered_token, expected_token in offered
+            for offered_token, expected_token in token_pairs
             if offered_token
         )
 
@@ -132,7 +132,7 @@ class PortAccess:
         return url.query
 
     def _refusal(self, scope: Scope, caller: auth.Caller | None, headers: Headers, port: int) -> GatewayError:
-        """Return the same error for a sandbox that does not exist.
+        """Return the error for a refused request, the same as for a sandbox that does not exist.
 
         As in E2B and CubeSandbox, the status is 403 for services, and 401 for the agent and for unknown API keys.
         """

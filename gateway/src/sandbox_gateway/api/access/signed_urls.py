@@ -56,13 +56,13 @@ class SignedUrl:
             return []
         start = hashlib.sha256(f"{self.path}:{self.operation}:{self.user}:".encode())
         end = b"" if self.expiration is None else f":{self.expiration}".encode()
-        found = []
+        matches = []
         for key, token in tokens.items():
             state = start.copy()
             state.update(token + end)
             if hmac.compare_digest(state.digest(), signed_digest):
-                found.append(key)
-        return found
+                matches.append(key)
+        return matches
 
     def check_expiration(self, now: float) -> None:
         """Raise Unauthorized if the URL has expired. Call this only after the signature has been verified."""

@@ -1,9 +1,9 @@
 """The data plane: stream requests to ports inside sandboxes, and their responses.
 
 A request belongs to a sandbox when its Host is `{port}-{sandboxID}.{domain}`, when it carries `E2b-Sandbox-Id` and
-`E2b-Sandbox-Port`, or when the sandbox's token signed its URL. `access.ports` authorises requests. No proxy library is
-used: these trust the service and pool connections by address, but here services are untrusted, and connections end with
-the machine.
+`E2b-Sandbox-Port`, or when the sandbox's token signed its URL. `access.ports` authorises requests. This module
+uses no proxy library: such libraries trust the service and pool connections by address, but here services are
+untrusted, and connections end with the machine.
 """
 
 from __future__ import annotations
@@ -65,9 +65,9 @@ _DROPPED_RESPONSE_HEADERS = _HOP_BY_HOP | {"date", "alt-svc"}
 # If the Host header is the gateway's own address, these headers would apply to the gateway and all its sandboxes.
 _HOST_WIDE_HEADERS = frozenset({"set-cookie", "strict-transport-security", "clear-site-data", "public-key-pins"})
 # A browser that opens a signed URL must not run a sandbox's file as a page of the gateway's address.
-_ISOLATION = {"content-security-policy": b"sandbox", "x-content-type-options": b"nosniff"}
+_ISOLATION_HEADERS = {"content-security-policy": b"sandbox", "x-content-type-options": b"nosniff"}
 _COOKIE_DOMAIN = re.compile(rb";\s*domain\s*=\s*([^;\s]*)", re.IGNORECASE)
-_REPEATABLE = frozenset({"GET", "HEAD", "OPTIONS"})
+_REPEATABLE_METHODS = frozenset({"GET", "HEAD", "OPTIONS"})
 _TIMEOUTS = {"connect": CONNECT_SECONDS, "read": None, "write": None, "pool": None}
 
 
@@ -94,7 +94,7 @@ class Target:
     signed: bool = False
 
 
-class Addresses:
+class AddressFormats:
     """The formats in which requests name a sandbox and a port."""
 
     def __init__(self, domain: str) -> None:
@@ -110,7 +110,8 @@ class Addresses:
             ref = headers[_ID_HEADER]
             if not 0 < len(ref) <= MAX_REF_LENGTH:
                 raise Invalid(
-                    f"E2b-Sandbox-Id is {len(ref)} characters long: send an id or a name of 1 to {MAX_REF_LENGTH}"
+                    f"E2b-Sandbox-Id is {len(ref)} characters long: send an id or a name of 1 to {MAX_REF_LENGTH} "
+                    "characters"
                 )
             port = _parse_port(headers[_PORT_HEADER])
             return Target(ref, port, f"localhost:{port}", by_host=False)
@@ -146,7 +147,7 @@ class ServiceRequest:
 class DataPlane:
     """Middleware that forwards requests for sandboxes to them, and passes all others to the control plane."""
 
-    def __init__(self, app: ASGIApp, engine: Engine, keys: auth.Keys, addresses: Addresses, pools: Pools) -> None:
+    def __init__(self, app: ASGIApp, engine: Engine, keys: auth.Keys, addresses: AddressFormats, pools: Pools) -> None:
         self.app = app
         self.engine = engine
         self.keys = keys
@@ -209,15 +210,15 @@ class DataPlane:
         self, headers: Headers, target: Target, token: str, *, signed: bool
     ) -> list[tuple[bytes, bytes]]:
         """Return the request's headers, without the gateway's secrets and connection-specific headers."""
-        dropped = _DROPPED_REQUEST_HEADERS | _connection_options(headers)
+        dropped_names = _DROPPED_REQUEST_HEADERS | _connection_options(headers)
         # A signed URL is valid only for the user it names.
         if signed or any(self._is_key(value) for value in headers.getlist("authorization")):
-            dropped |= {"authorization"}
-        forwarded = [(name, value) for name, value in headers.raw if _lower_name(name) not in dropped]
-        forwarded.insert(0, (b"host", target.host.encode("latin-1")))
+            dropped_names |= {"authorization"}
+        forwarded_headers = [(name, value) for name, value in headers.raw if _lower_name(name) not in dropped_names]
+        forwarded_headers.insert(0, (b"host", target.host.encode("latin-1")))
         if target.port in AGENT_PORTS:
-            forwarded.append((TOKEN_HEADER.encode(), token_for_port(token, target.port).encode()))
-        return forwarded
+            forwarded_headers.append((TOKEN_HEADER.encode(), token_for_port(token, target.port).encode()))
+        return forwarded_headers
 
     def _is_key(self, authorization: str) -> bool:
         scheme, _, secret = authorization.partition(" ")
@@ -250,7 +251,7 @@ async def _forward_http(
         content=body if has_body else None,
         extensions={"timeout": _TIMEOUTS, "target": incoming.path},
     )
-    exchange = _Exchange(incoming, machine, request, may_repeat=not has_body and request.method in _REPEATABLE)
+    exchange = _Exchange(incoming, machine, request, may_repeat=not has_body and request.method in _REPEATABLE_METHODS)
     if await _run_unless_interrupted(exchange.run(), body, machine):
         return
     if not exchange.has_started:
@@ -273,7 +274,7 @@ class _Exchange:
         """Whether the response to the client has started."""
 
     async def run(self) -> None:
-        """Send the request and forward the response. Raises ProxyFailed until the response has started."""
+        """Send the request and forward the response. Raises ProxyFailed if this fails before the response starts."""
         response = await self._send()
         try:
             if not 200 <= response.status_code < 600:
@@ -452,24 +453,24 @@ def _machine_ended_error(incoming: ServiceRequest) -> ProxyFailed:
 
 
 def _headers_for_client(
-    raw: Iterable[tuple[bytes, bytes]], target: Target, more: Iterable[str] = ()
+    raw: Iterable[tuple[bytes, bytes]], target: Target, unwanted_names: Iterable[str] = ()
 ) -> list[tuple[bytes, bytes]]:
-    """Return the service's headers, without connection-specific ones and without ``more``."""
+    """Return the service's headers, without connection-specific ones and those in ``unwanted_names``."""
     headers = Headers(raw=[(name.lower(), value) for name, value in raw])
-    dropped = _DROPPED_RESPONSE_HEADERS.union(_connection_options(headers), more)
+    dropped_names = _DROPPED_RESPONSE_HEADERS.union(_connection_options(headers), unwanted_names)
     if not target.by_host:
-        dropped |= _HOST_WIDE_HEADERS
+        dropped_names |= _HOST_WIDE_HEADERS
     if target.signed:
-        dropped |= _ISOLATION.keys()
+        dropped_names |= _ISOLATION_HEADERS.keys()
     if "transfer-encoding" in headers:
         # Transfer-Encoding overrides Content-Length (RFC 9112, 6.3).
-        dropped |= {"content-length"}
+        dropped_names |= {"content-length"}
     host = target.host.partition(":")[0].rstrip(".").lower()
-    isolation = [(name.encode(), value) for name, value in _ISOLATION.items()] if target.signed else []
-    return isolation + [
+    isolation_headers = [(name.encode(), value) for name, value in _ISOLATION_HEADERS.items()] if target.signed else []
+    return isolation_headers + [
         (name, value)
         for name, value in headers.raw
-        if _lower_name(name) not in dropped and not (name == b"set-cookie" and _is_for_other_hosts(value, host))
+        if _lower_name(name) not in dropped_names and not (name == b"set-cookie" and _is_for_other_hosts(value, host))
     ]
 
 

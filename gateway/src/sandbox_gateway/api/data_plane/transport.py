@@ -42,7 +42,7 @@ class _Pool(httpcore.AsyncConnectionPool):
 class _Connection(httpcore.AsyncHTTPConnection):
     """A connection that is closed instead of reused if the service sent more than one response to a request.
 
-    Otherwise the rest would be parsed as the response to the next request, which may be another client's.
+    Otherwise the second response would be parsed as the response to the next request, which may be another client's.
     """
 
     def has_expired(self) -> bool:

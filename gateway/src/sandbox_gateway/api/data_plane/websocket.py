@@ -1,4 +1,4 @@
-"""Forward WebSockets to ports inside sandboxes: each fragment from one of two connections is sent to the other.
+"""Forward WebSockets to ports inside sandboxes: each fragment that arrives on one connection is sent on the other.
 
 Each side is read only as fast as the other accepts data. Each connection answers its own pings. uvicorn and websockets
 buffer whole messages: without this module, a few connections could use up the gateway's memory.
@@ -73,7 +73,7 @@ class ClientWebSocket(WebSocketsSansIOProtocol):
         if self.conn.handshake_exc and not self.handshake_initiated:
             self._refuse_upgrade()
             return
-        self._discard_rest()
+        self._discard_fragments()
         if self.transport.get_write_buffer_size() > MAX_UNSENT_BYTES:
             self.transport.abort()
         if self.conn.control_limit_reached:
@@ -86,13 +86,13 @@ class ClientWebSocket(WebSocketsSansIOProtocol):
         self.transport.write(b"".join(self.conn.data_to_send()) or _BAD_REQUEST)
         self.transport.close()
 
-    def _discard_rest(self) -> None:
+    def _discard_fragments(self) -> None:
         """Discard fragments after the gateway's close frame: the peer's close frame may follow unreceived fragments."""
         while self.close_sent and self.conn.has_more and not self.conn.control_limit_reached:
             super().data_received(b"")
 
     def _resume_parsing(self) -> None:
-        """Continue parsing control frames after other tasks had their turn."""
+        """Continue parsing control frames after other tasks have had their turn."""
         if self.conn.control_limit_reached and not self.transport.is_closing():
             self.data_received(b"")
             self._resume()
@@ -136,7 +136,7 @@ class ClientWebSocket(WebSocketsSansIOProtocol):
             self.transport.write(b"".join(self.conn.data_to_send()))
             return
         await super().send(message)
-        self._discard_rest()
+        self._discard_fragments()
         if message["type"] == "websocket.http.response.body" and not message.get("more_body"):
             # uvicorn does not count a refusal as a response, and would log an error for each refusal.
             self.handshake_complete = True
@@ -180,7 +180,7 @@ class _ServiceConnection(ClientConnection):
             self.loop.call_soon(self._resume_parsing)
 
     def _resume_parsing(self) -> None:
-        """Continue parsing control frames after other tasks had their turn."""
+        """Continue parsing control frames after other tasks have had their turn."""
         if self.protocol.control_limit_reached and not self.transport.is_closing():
             self.data_received(b"")
             if not self.protocol.control_limit_reached and not self.recv_messages.paused:
@@ -188,7 +188,7 @@ class _ServiceConnection(ClientConnection):
 
 
 class HandshakeRefused(Exception):
-    """The service inside refused the handshake with an HTTP response."""
+    """The service refused the handshake with an HTTP response."""
 
     def __init__(self, response: Response) -> None:
         super().__init__(response.status_code)
@@ -198,7 +198,7 @@ class HandshakeRefused(Exception):
 async def connect(
     address: str, port: int, host: str, target: bytes, headers: Sequence[tuple[bytes, bytes]], scope: Scope
 ) -> _ServiceConnection:
-    """Open a WebSocket to the service inside.
+    """Open a WebSocket to a service inside a sandbox.
 
     Raises HandshakeRefused, OSError (including TimeoutError), or InvalidHandshake if the service does not support
     WebSockets.
@@ -207,8 +207,10 @@ async def connect(
     path, _, query = target.decode("ascii").partition("?")
     name, _, port_text = host.partition(":")
     uri = WebSocketURI(False, name, int(port_text or 80), path, query)
-    offered = [Subprotocol(word) for word in scope.get("subprotocols", ())]
-    protocol = ClientFragments(uri, subprotocols=offered or None, max_size=MAX_MESSAGE_BYTES, logger=_silent_logger)
+    subprotocols = [Subprotocol(word) for word in scope.get("subprotocols", ())]
+    protocol = ClientFragments(
+        uri, subprotocols=subprotocols or None, max_size=MAX_MESSAGE_BYTES, logger=_silent_logger
+    )
     decoded_headers = [(name.decode("latin-1"), value.decode("latin-1")) for name, value in headers]
     header_pairs = [(name, value) for name, value in decoded_headers if name.lower() not in HANDSHAKE_HEADERS]
 
@@ -233,7 +235,7 @@ async def connect(
 
 
 class Tunnel:
-    """A tunnel for fragments between a client (ASGI) and a connection that ``connect`` opened."""
+    """A tunnel that forwards fragments between a client (ASGI) and a connection that ``connect`` opened."""
 
     def __init__(self, receive: Receive, send: Send, machine: MachineConnections) -> None:
         self._receive = receive
@@ -244,7 +246,10 @@ class Tunnel:
         """Whether the client has closed the connection or disconnected."""
 
     async def wait_until_open(self, opening: asyncio.Future[_ServiceConnection]) -> _ServiceConnection | None:
-        """Return the result of ``opening``; None if the machine ends first. Raises ClientGone, or its error."""
+        """Return the result of ``opening``; None if the machine ends first.
+
+        Raises ClientGone, or the error of ``opening``.
+        """
         await self._receive()  # "websocket.connect"
         self._next = asyncio.ensure_future(self._receive())
         tasks: set[asyncio.Future[Any]] = {opening, self._next}
@@ -324,7 +329,7 @@ class Tunnel:
             service.transport.close()
 
     async def _pump_to_client(self, service: _ServiceConnection) -> None:
-        """Forward fragments to the client. If the service closes, use its code and reason. Raises ClientGone."""
+        """Forward fragments to the client. If the service closes, close with its code and reason. Raises ClientGone."""
         try:
             while True:
                 frame = await service.next_fragment()

@@ -47,7 +47,7 @@ async def list_snapshots(engine: EngineDep) -> list[shapes.SnapshotInfo]:
 async def create_snapshot(request: Request, body: shapes.BuildSnapshot, engine: EngineDep) -> shapes.SnapshotInfo:
     if not body.rootfs.startswith("/"):
         raise Invalid(
-            f"the field rootfs is {body.rootfs[:80]!r}, not an absolute path: use the path of a directory or tarball "
+            f"the field 'rootfs' is {body.rootfs[:80]!r}, not an absolute path: use the path of a directory or tarball "
             "on the gateway's host"
         )
     build = await engine.templates.build(body.tag, Recipe(source=Source.ROOTFS, path=body.rootfs))
@@ -67,7 +67,8 @@ async def delete_snapshot(
     snapshot = engine.snapshots.get(ref)
     if cascade:
         raise Unsupported(
-            "cascade is not supported, because no snapshot depends on another: delete each snapshot separately"
+            "the parameter 'cascade' is not supported, because no snapshot depends on another: delete each snapshot "
+            "separately"
         )
     await engine.snapshots.delete(snapshot.id, when_unused=force)
 
@@ -84,7 +85,7 @@ async def show_snapshot(ref: TagRef, engine: EngineDep) -> shapes.SnapshotDetail
 )
 async def compact_snapshot(ref: TagRef, body: shapes.CompactSnapshot, engine: EngineDep) -> shapes.SnapshotInfo:
     tag = shapes.tag_of(engine.snapshots.get(ref))
-    raise Unsupported(f"compact is not needed: snapshot {tag} is complete, so make sandboxes from it directly")
+    raise Unsupported(f"compacting is not needed: snapshot {tag} is complete, so make sandboxes from it directly")
 
 
 @router.post("/v1/sandboxes", status_code=201, summary="Create n sandboxes from a snapshot or template: all or nothing")
@@ -167,11 +168,11 @@ _NOT_LIVE = "a sandbox is paused for some milliseconds while it is captured"
 def _check_mode(body: shapes.Branch) -> None:
     flags = [word for word in ("diff", "live") if getattr(body, word)]
     if body.mode and flags:
-        raise Invalid(f"mode and {flags[0]} are mutually exclusive: leave {flags[0]} out")
+        raise Invalid(f"'mode' and '{flags[0]}' are mutually exclusive: leave '{flags[0]}' out")
     if body.diff and body.live:
-        raise Invalid("diff and live are mutually exclusive: leave one of them out")
+        raise Invalid("'diff' and 'live' are mutually exclusive: leave one of them out")
     if body.measure_diff and (body.diff or body.mode == "diff"):
-        raise Invalid("measure_diff is valid only with mode full, because mode diff always measures: leave it out")
+        raise Invalid("'measure_diff' is valid only with mode full, because mode diff always measures: leave it out")
     if body.live or body.mode == "live":
         raise Unsupported(f"mode live is not supported, because {_NOT_LIVE}: use mode diff")
 
@@ -181,12 +182,12 @@ def _check_parent(body: shapes.Branch, sandbox: Sandbox, engine: Engine) -> None
     if body.parent_tag is None:
         return
     if not (body.diff or body.mode == "diff"):
-        raise Invalid("parent_tag is valid only with mode diff: set the mode, or leave parent_tag out")
+        raise Invalid("'parent_tag' is valid only with mode diff: set the mode, or leave 'parent_tag' out")
     if engine.snapshots.get(body.parent_tag).id not in (sandbox.forked_from, sandbox.head):
         origin = _tag(engine, sandbox.forked_from)
         raise Invalid(
-            f"parent_tag is {body.parent_tag}, but sandbox {sandbox.id} was made from {origin}: set parent_tag to "
-            "that, or leave it out"
+            f"'parent_tag' is {body.parent_tag}, but sandbox {sandbox.id} was made from {origin}: set it to "
+            f"{origin}, or leave it out"
         )
 
 

@@ -89,8 +89,8 @@ class Network(NativeBody):
     def policy(self, allow_internet: bool | None = None, *, public: bool = False) -> NetworkPolicy:
         """Return the network policy.
 
-        Fields of this object take precedence over ``allow_internet``, a field of the request itself, and ``public``,
-        the current value.
+        Fields of this object take precedence over ``allow_internet`` (a field of the request itself) and ``public``
+        (the current value).
         """
         allow = self.allow_internet if self.allow_internet is not None else allow_internet
         return NetworkPolicy(
@@ -111,7 +111,7 @@ class AutoResume(NativeBody):
 
 
 class Sizes(NativeBody):
-    """The sizes of a sandbox; absent ones are taken from the snapshot."""
+    """The sizes of a sandbox. Missing sizes are taken from the snapshot."""
 
     cpus: int | None = Field(None, alias="cpuCount", strict=True, ge=1, le=256)
     memory_mb: int | None = Field(None, strict=True, ge=64, le=1 << 20)
@@ -230,14 +230,16 @@ class Fork(ForkBody):
 
     def _resolve_names(self) -> list[str] | None:
         if self.name and self.names:
-            raise Invalid("name and names are mutually exclusive: leave name out")
+            raise Invalid("'name' and 'names' are mutually exclusive: leave 'name' out")
         if self.name and self.count not in (None, 1):
-            raise Invalid(f"name is for a single sandbox, but count is {self.count}: use names, one for each sandbox")
+            raise Invalid(
+                f"'name' is for a single sandbox, but 'count' is {self.count}: use 'names', with one for each sandbox"
+            )
         names = [self.name] if self.name else self.names
         if names and self.count not in (None, len(names)):
-            raise Invalid(f"count is {self.count}, but there are {len(names)} names: leave one of the two fields out")
+            raise Invalid(f"'count' is {self.count}, but there are {len(names)} names: leave one of the two fields out")
         if names and len(set(names)) != len(names):
-            raise Invalid("names contains a duplicate: use each name only once")
+            raise Invalid("the field 'names' contains a duplicate: use each name only once")
         return names
 
 
@@ -427,10 +429,10 @@ class CreateTemplate(Sizes):
     def recipe(self) -> Recipe:
         """Return the recipe, with defaults for missing fields. Raises Invalid."""
         sizes = self.model_dump(include={"cpus", "memory_mb", "disk_mb"}, exclude_none=True)
-        rest = self.model_dump(
+        recipe_fields = self.model_dump(
             exclude={"name", "description", "prewarm", "cpus", "memory_mb", "disk_mb"}, exclude_none=True
         )
         try:
-            return Recipe(**rest, resources=Resources(**sizes))
+            return Recipe(**recipe_fields, resources=Resources(**sizes))
         except ValidationError as error:
             raise Invalid(explain(error)) from None

@@ -94,7 +94,7 @@ Seconds = Annotated[int | None, Query(ge=0, le=1 << 40, description="In seconds 
 @router.get("/sandboxes/{ref}/metrics", summary="Show what a sandbox uses, and used during the last minutes")
 async def metrics(ref: Ref, engine: EngineDep, start: Seconds = None, end: Seconds = None) -> list[shapes.MetricShape]:
     if start is not None and end is not None and start > end:
-        raise Invalid(f"the parameter start ({start}) is after end ({end}): exchange them")
+        raise Invalid(f"the parameter 'start' ({start}) is after 'end' ({end}): swap them")
     sandbox = engine.sandboxes.get(ref)
     # `end` is in whole seconds, and includes all of its last one.
     samples = await engine.loads.history(sandbox.id, start or 0, math.inf if end is None else end + 1)
@@ -305,7 +305,7 @@ def _state_filter(states: str) -> list[Filter]:
         allowed_states = {SandboxState(word.strip()) for word in states.split(",")}
     except ValueError:
         raise Invalid(
-            f"the parameter state must be running, paused, or both, separated by a comma (got {states[:80]!r})"
+            f"the parameter 'state' must be running, paused, or both, separated by a comma (got {states[:80]!r})"
         ) from None
     return [lambda sandbox: sandbox.state in allowed_states]
 
@@ -314,7 +314,7 @@ def _metadata_filter(query: str) -> list[Filter]:
     """Parse the metadata filter. Pairs may be URL-encoded once or, as one client does, twice."""
     pairs = parse_qsl(query, keep_blank_values=True)
     if query and not pairs:
-        raise Invalid(f"the parameter metadata must be key=value pairs, separated by & (got {query[:80]!r})")
+        raise Invalid(f"the parameter 'metadata' must be key=value pairs, separated by & (got {query[:80]!r})")
 
     def has_pair(key: str, value: str) -> Filter:
         unquoted = unquote(key), unquote(value)
@@ -354,4 +354,4 @@ def _decode_stdin(stdin: str) -> bytes | None:
     try:
         return base64.b64decode(stdin, validate=True) if stdin else None
     except ValueError:
-        raise Invalid("the field stdin is not valid base64: encode the program's input as base64") from None
+        raise Invalid("the field 'stdin' is not valid base64: encode the program's input as base64") from None

@@ -260,7 +260,7 @@ class UsageShape(Shape):
 
 
 class MetricShape(Shape):
-    """A sample of what a sandbox used, measured by the host. Null: the host cannot measure it."""
+    """A sample of what a sandbox used, measured by the host. Null means that the host cannot measure it."""
 
     timestamp: datetime
     timestamp_unix: int
@@ -298,7 +298,7 @@ class RollbackShape(Shape):
 
 
 class RoomShape(Shape):
-    """The disk space and memory of the host, and what sandboxes and volumes may use of it, in bytes."""
+    """The disk space and memory of the host, and how much of them sandboxes and volumes may use, in bytes."""
 
     disk_free_bytes: int
     disk_total_bytes: int
@@ -584,7 +584,7 @@ def fork_error_shape(error: GatewayError, name: str) -> ForkErrorShape:
 def names_for(results: Sequence[object], names: Sequence[str] | None) -> list[str]:
     """Return the requested name of each result; "" if none was given.
 
-    A repeated request may have fewer results than names: those of its sandboxes that still exist.
+    A repeated request may have fewer results than names, because only sandboxes that still exist are returned.
     """
     return list(names) if names and len(names) == len(results) else [""] * len(results)
 

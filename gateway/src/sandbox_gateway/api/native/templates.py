@@ -46,10 +46,10 @@ async def index(
 ) -> list[shapes.TemplateShape]:
     """List the templates that are ready, being built, or whose build failed since the gateway started."""
     guest = await engine.templates.guest_digest()
-    ready = engine.snapshots.list([SnapshotKind.TEMPLATE])
-    ready_ids = {template.id for template in ready}
+    ready_templates = engine.snapshots.list([SnapshotKind.TEMPLATE])
+    ready_ids = {template.id for template in ready_templates}
     templates = [
-        *(_ready_shape(engine, template, guest) for template in ready),
+        *(_ready_shape(engine, template, guest) for template in ready_templates),
         *(
             shapes.building_shape(build)
             for build in engine.templates.list_unfinished_builds()

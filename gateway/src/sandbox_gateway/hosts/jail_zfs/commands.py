@@ -13,7 +13,7 @@ TIMEOUT_SECONDS = 60.0
 
 
 class CommandRunner:
-    """Runs commands in ``child_environment``, extended by ``environment``."""
+    """Runs commands with the variables of ``child_environment`` and of ``environment``."""
 
     def __init__(self, environment: Mapping[str, str] | None = None) -> None:
         self._environment = dict(environment or {})

@@ -61,7 +61,7 @@ class Disks:
         except Busy:
             raise Busy(
                 f"the file system of the sandbox ({self._storage.instances.dataset(instance)}) cannot be mounted: "
-                f"{await self._describe_holders(instance)}. End the processes that use it, then try again"
+                f"{await self._describe_holders(instance)}. Stop the processes that use it, then try again"
             ) from None
 
     async def _describe_holders(self, instance: str) -> str:
@@ -80,7 +80,10 @@ class Disks:
         await finish_despite_cancellation(asyncio.to_thread(self._storage.instances.forget, sandbox.instance))
 
     async def discard(self, instance: str) -> None:
-        """Remove or retire an instance's dataset. Retries in the background while it is in use, as by a dying jail."""
+        """Remove or retire an instance's dataset.
+
+        Retries in the background while the dataset is in use, for example by a dying jail.
+        """
         try:
             if self._mounts.stuck(self._match_instance(instance)):
                 raise Busy("a mount in the sandbox's file system is stuck")
@@ -95,7 +98,7 @@ class Disks:
             )
             self._background.start(self._discard_later(instance))
             return
-        self._note_discarded(instance)
+        self._finish_discard(instance)
 
     def _match_instance(self, instance: str) -> MountFilter:
         return lambda mount: mount.node.startswith(f"{self.path(instance)}/")
@@ -103,7 +106,7 @@ class Disks:
     async def _discard_later(self, instance: str) -> None:
         discard = partial(self._storage.instances.discard, instance)
         if await retry_later(discard, self._mounts, self._match_instance(instance)):
-            self._note_discarded(instance)
+            self._finish_discard(instance)
             return
         holders = await self._describe_holders(instance)
         log.error(
@@ -112,7 +115,7 @@ class Disks:
             holders=holders,
         )
 
-    def _note_discarded(self, instance: str) -> None:
+    def _finish_discard(self, instance: str) -> None:
         self._instances.discard(instance)
         self._update_snapshot_names()
 

@@ -1,4 +1,4 @@
-"""Keep a register of the machines of running sandboxes and of the numbers of their addresses."""
+"""Keep track of the machines of running sandboxes, and of the number that determines the address of each."""
 
 from __future__ import annotations
 

@@ -15,7 +15,7 @@ from sandbox_gateway.hosts.jail_zfs.volumes import JailVolumes
 from sandbox_gateway.records import Sandbox
 from sandbox_gateway.tasks import finish_despite_cancellation, wait_for_all
 
-_TEARDOWN_SECONDS = 300.0
+_TEARDOWN_TIMEOUT_SECONDS = 300.0
 
 
 class JailRecovery:
@@ -41,7 +41,7 @@ class JailRecovery:
 
         def teardown(instance: str) -> None:
             coroutine = self._clear(instance, jails.pop(instance, []))
-            asyncio.run_coroutine_threadsafe(coroutine, loop).result(_TEARDOWN_SECONDS)
+            asyncio.run_coroutine_threadsafe(coroutine, loop).result(_TEARDOWN_TIMEOUT_SECONDS)
 
         storage_scan = await self._disks.scan(teardown)
         scan = Scan(storage_scan.snapshots, storage_scan.sandboxes, storage_scan.volumes, storage_scan.volume_snapshots)

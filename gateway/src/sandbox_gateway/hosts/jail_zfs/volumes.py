@@ -140,7 +140,7 @@ class JailVolumes:
             for _, mount in mounts:
                 await self._mounts.unmount(mount)
             for machine, mount in mounts:
-                await self._mounts.mount(machine.root, new, _sandbox_mount(volume_id, machine, mount))
+                await self._mounts.mount(machine.root, new, _find_sandbox_mount(volume_id, machine, mount))
         except BaseException:
             await self._restore(volume_id, mounts, old)
             raise
@@ -155,7 +155,7 @@ class JailVolumes:
                 for each in existing:
                     if each.node == mount.node:
                         await self._mounts.unmount(each)
-                await self._mounts.mount(machine.root, source, _sandbox_mount(volume_id, machine, mount))
+                await self._mounts.mount(machine.root, source, _find_sandbox_mount(volume_id, machine, mount))
             except GatewayError as error:
                 log.error(
                     "a volume could not be mounted again after a failed rollback", node=mount.node, reason=error.message
@@ -246,6 +246,6 @@ class JailVolumes:
         return existing.special == str(self._storage.path(self._storage.dataset(volume_id)))
 
 
-def _sandbox_mount(volume_id: str, machine: Machine, mount: MountEntry) -> Mount:
+def _find_sandbox_mount(volume_id: str, machine: Machine, mount: MountEntry) -> Mount:
     """Return the mount of a sandbox that corresponds to an entry of the mount table."""
     return Mount(volume=volume_id, path=mount.node.removeprefix(str(machine.root)), read_only=mount.read_only)

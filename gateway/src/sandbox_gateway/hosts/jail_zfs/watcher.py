@@ -16,7 +16,7 @@ _INTERVAL_SECONDS = 1.0
 _CHECKS_PER_PROBE = 5
 """Agents are probed at every fifth check."""
 _CONCURRENT_PROBES = 32
-_PROBE_SECONDS = 2.0
+_PROBE_TIMEOUT_SECONDS = 2.0
 
 log = Logger("jail_zfs")
 
@@ -58,7 +58,7 @@ class JailWatcher:
         async def refuses_connection(machine: Machine) -> bool:
             async with slots:
                 try:
-                    async with asyncio.timeout(_PROBE_SECONDS):
+                    async with asyncio.timeout(_PROBE_TIMEOUT_SECONDS):
                         _, writer = await open_connection(machine.epair.address, AGENT_PORT)
                     writer.close()
                     machine.has_answered = True

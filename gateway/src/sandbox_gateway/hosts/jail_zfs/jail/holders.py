@@ -36,8 +36,8 @@ class Holders:
         ]
         if not holders:
             return "no jail, mount or open file was found that holds it"
-        more = f" and {len(holders) - _MAX_LISTED} more" if len(holders) > _MAX_LISTED else ""
-        return f"held by {', '.join(holders[:_MAX_LISTED])}{more}"
+        suffix = f" and {len(holders) - _MAX_LISTED} more" if len(holders) > _MAX_LISTED else ""
+        return f"held by {', '.join(holders[:_MAX_LISTED])}{suffix}"
 
     async def _list_jails(self, root: Path) -> Iterable[str]:
         return [

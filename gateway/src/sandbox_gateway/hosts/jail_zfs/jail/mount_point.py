@@ -74,7 +74,7 @@ def _explain(path: str, components: list[tuple[int, str, bool]], error: OSError)
         with suppress(OSError):
             mode = os.lstat(name, dir_fd=parent).st_mode
             if stat.S_ISLNK(mode):
-                return f"no volume can be mounted on {shown_path}, because {component} is a symbolic link: {_REMEDY}"
+                return f"a volume cannot be mounted on {shown_path}, because {component} is a symbolic link: {_REMEDY}"
             if not stat.S_ISDIR(mode):
-                return f"no volume can be mounted on {shown_path}, because {component} is not a directory: {_REMEDY}"
-    return f"no volume can be mounted on {shown_path} ({error.strerror}): {_REMEDY}"
+                return f"a volume cannot be mounted on {shown_path}, because {component} is not a directory: {_REMEDY}"
+    return f"a volume cannot be mounted on {shown_path} ({error.strerror}): {_REMEDY}"

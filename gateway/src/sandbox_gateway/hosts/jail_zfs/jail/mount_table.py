@@ -24,7 +24,7 @@ class MountEntry:
 
     @property
     def handle(self) -> str:
-        """Return the argument of `umount` for this mount: its id if known, because another mount may cover the path."""
+        """Return what to pass to `umount`: the mount's id if known, because another mount may cover the path."""
         return self.fsid or self.node
 
 

@@ -1,6 +1,6 @@
-"""Mount volumes in jails, whose processes are stopped during a mount, and unmount everything in jails.
+"""Mount volumes in jails and unmount file systems from them.
 
-Failed unmounts are retried in the background.
+The processes of a jail are stopped during a mount. Failed unmounts are retried in the background.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ class JailMounts:
     async def mount(self, root: Path, source: Path, mount: Mount) -> None:
         """Mount ``source`` at ``mount.path`` below the jail's ``root``. Raises Invalid if the path is unsuitable.
 
-        If the jail is running, call this inside ``stopped``. If a symbolic link redirects the mount nevertheless, this
+        If the jail is running, call this inside ``stopped``. If a symbolic link still redirects the mount, this
         method removes the mount and raises Invalid.
         """
         node = f"{root}{mount.path}"
@@ -94,7 +94,7 @@ class JailMounts:
                 ) from None
             if any(words in error.message for words in _PATH_CHANGED_MESSAGES) and f"{source}: " not in error.message:
                 raise Invalid(
-                    f"no volume can be mounted on {mount.path}, because the sandbox removed the path at the same "
+                    f"a volume cannot be mounted on {mount.path}, because the sandbox removed the path at the same "
                     "time: try again"
                 ) from None
             raise
@@ -111,7 +111,8 @@ class JailMounts:
                 )
                 await self._table.unmount(stray)
         raise Invalid(
-            f"no volume can be mounted on {mount.path}, because the path contains a symbolic link: choose another path"
+            f"a volume cannot be mounted on {mount.path}, because the path contains a symbolic link: "
+            "choose another path"
         )
 
     def adopt(self, mount: MountEntry) -> None:
@@ -144,7 +145,7 @@ class JailMounts:
             await self._table.unmount(mount)
 
     async def sweep(self, directory: Path, in_use: Container[str]) -> list[str]:
-        """Unmount what was mounted in instances that are not in ``in_use``. ``directory`` contains all instances.
+        """Unmount everything in instances that are not in ``in_use``. ``directory`` contains all instances.
 
         Returns a sentence for each mount.
         """

@@ -15,14 +15,14 @@ from sandbox_gateway.hosts.base import Log
 from sandbox_gateway.hosts.guest_digest import digest_guest
 from sandbox_gateway.hosts.jail_zfs.jail.jails import IDENTITY
 from sandbox_gateway.hosts.rootfs_common import (
-    STEP_SECONDS,
+    STEP_TIMEOUT_SECONDS,
     Tree,
     add_user,
     agent_package,
     compile_agent_in_foreign_tree,
     file_kind,
     install_agent,
-    python_minor,
+    python_minor_version,
     stream,
     to_gateway_error,
 )
@@ -117,7 +117,7 @@ def _check_tree(tree: Tree) -> int:
             f"the root file system has no {' or '.join(_PYTHONS)}: install Python 3.{_MIN_PYTHON} or later in it "
             "for the agent (FreeBSD: `pkg -r ROOT install python3`, or the recipe's packages)"
         )
-    minor = python_minor(tree, pythons[0].name)
+    minor = python_minor_version(tree, pythons[0].name)
     if minor is None or minor < _MIN_PYTHON:
         version = "of an unknown version" if minor is None else f"3.{minor}"
         raise Invalid(
@@ -131,6 +131,8 @@ async def _add_user(root: Path) -> None:
     if not await asyncio.to_thread((root / "etc/master.passwd").is_file):
         await asyncio.to_thread(add_user, Tree(root))
         return
-    existing_user = await run_async(["pw", "-R", str(root), "usershow", "user"], timeout=STEP_SECONDS, check=False)
+    existing_user = await run_async(
+        ["pw", "-R", str(root), "usershow", "user"], timeout=STEP_TIMEOUT_SECONDS, check=False
+    )
     if existing_user.returncode != 0:
-        await run_async(["pw", "-R", str(root), "useradd", "user", "-m", "-s", "/bin/sh"], timeout=STEP_SECONDS)
+        await run_async(["pw", "-R", str(root), "useradd", "user", "-m", "-s", "/bin/sh"], timeout=STEP_TIMEOUT_SECONDS)

@@ -15,9 +15,9 @@ from sandbox_gateway.hosts.jail_zfs.storage.root import RootDataset
 
 
 class DatasetTree:
-    """The datasets in one of the root dataset's containers, and those that their origins belong to.
+    """The datasets in one of the root dataset's containers, and the datasets of their origins.
 
-    ``is_disposable(dataset)``: whether a dataset is to be destroyed with its last snapshot. Methods may raise ZFSError.
+    ``is_disposable(dataset)``: whether to destroy a dataset with its last snapshot. Methods may raise ZFSError.
     """
 
     def __init__(
@@ -63,7 +63,7 @@ class DatasetTree:
         return False
 
     def destroy(self, dataset: str) -> None:
-        """Destroy a dataset that has no snapshots, then its origin's dataset if nothing needs that any more."""
+        """Destroy a dataset that has no snapshots, then its origin's dataset if that is no longer needed."""
         origin = zfs.get_props([dataset], ["origin"])[dataset]["origin"].value
         zfs.unmount(dataset)
         zfs.lzc_destroy(dataset)

@@ -2,8 +2,8 @@
 
 A file lock excludes other gateways on the same machine, and is released when its holder exits. It does not protect
 against gateways in other containers. For these, the user property ``sandbox:owner`` on the root dataset identifies the
-owner by its host, process id, and the start times of process and kernel. A gateway takes over only from an owner that
-has certainly ended.
+owner by its host, process id, and the start times of the process and the kernel. A gateway takes over only from an
+owner that has certainly ended.
 
 Commands of a killed gateway keep running, and could change datasets that its successor has already scanned. They
 inherit the lock, so the successor waits until they have exited.
@@ -30,7 +30,7 @@ _RETRY_SECONDS = 0.05
 
 
 class HostLock:
-    """The ownership of the dataset ``root``. ``directory``: where the lock file is."""
+    """The ownership of the dataset ``root``. ``directory``: the directory of the lock file."""
 
     def __init__(self, root: str, directory: Path) -> None:
         self._root = root
@@ -38,7 +38,7 @@ class HostLock:
         self._file: IO[str] | None = None
 
     def acquire(self) -> list[str]:
-        """Become the owner. Returns a sentence if there was another owner. Raises Conflict if that one still runs."""
+        """Become the owner. Returns a sentence if this replaces an owner. Raises Conflict if that owner still runs."""
         self._lock()
         try:
             notes = self._take_over()
@@ -79,7 +79,7 @@ class HostLock:
                 file.close()
                 raise Conflict(
                     f"zfs commands of an earlier gateway still use {self._root} after {process.TIMEOUT_SECONDS:g} s: "
-                    f"find the processes that have {self._path} open, end them, and start the gateway again"
+                    f"find the processes that have {self._path} open, stop them, and start the gateway again"
                 )
             time.sleep(_RETRY_SECONDS)
         self._file = file
@@ -95,8 +95,8 @@ class HostLock:
             return True
         with contextlib.suppress(ValueError, KeyError, TypeError):
             owner = json.loads(owner_text)
-            this_machine = (socket.gethostname(), _kernel_start())
-            return (owner["host"], owner["kernel"]) == this_machine and _start_of(int(owner["pid"])) != owner["started"]
+            is_on_this_machine = (owner["host"], owner["kernel"]) == (socket.gethostname(), _kernel_start())
+            return is_on_this_machine and _process_start(int(owner["pid"])) != owner["started"]
         return False
 
     def _unlock(self) -> None:
@@ -126,7 +126,7 @@ class HostLock:
                 f"{self._root} belongs to a gateway in another container of this machine ({owner}): stop "
                 f"it. If it no longer exists, run `zfs inherit {OWNER} {self._root}`"
             )
-        if _start_of(pid) == start_time and pid != os.getpid():
+        if _process_start(pid) == start_time and pid != os.getpid():
             raise Conflict(f"{self._root} belongs to a gateway that is still running ({owner}): stop it first")
         return [f"{self._root}: taken over from {owner}, which has ended"]
 
@@ -144,14 +144,14 @@ def _own_identity() -> str:
         {
             "host": socket.gethostname(),
             "pid": os.getpid(),
-            "started": _start_of(os.getpid()),
+            "started": _process_start(os.getpid()),
             "kernel": _kernel_start(),
         }
     )
 
 
-def _start_of(pid: int) -> str:
-    """Return a text that identifies the process's start time, or "" if the process does not exist."""
+def _process_start(pid: int) -> str:
+    """Return a string that identifies the process's start time, or "" if the process does not exist."""
     stat = Path(f"/proc/{pid}/stat")
     if Path("/proc/self/stat").exists():
         try:

@@ -50,7 +50,7 @@ class StoredRecord(NamedTuple):
 def encode(record: Record, generation: int) -> dict[str, str]:
     """Return the properties that store ``record``; ``sandbox:record`` is the last. Raises Invalid if it is too long."""
     kind = next(kind for kind, type_ in _KINDS.items() if isinstance(record, type_))
-    text = _json(record.model_dump(mode="json"))
+    text = _to_json(record.model_dump(mode="json"))
     if len(text) > _RECORD_MAX:
         raise Invalid(
             f"the record of {kind} {record.id} is {len(text)} bytes long, but the limit is {_RECORD_MAX}: "
@@ -58,10 +58,10 @@ def encode(record: Record, generation: int) -> dict[str, str]:
         )
     head: dict[str, Any] = {"v": _VERSION, "kind": kind, "generation": generation}
     if len(text) <= _INLINE_MAX:
-        return {HEAD: f'{_json(head)[:-1]},"record":{text}}}'}
+        return {HEAD: f'{_to_json(head)[:-1]},"record":{text}}}'}
     parts = [text[start : start + _PART_SIZE] for start in range(0, len(text), _PART_SIZE)]
     head |= {"parts": len(parts), "sha256": hashlib.sha256(text.encode()).hexdigest()}
-    return {f"{HEAD}.{generation}.{n}": part for n, part in enumerate(parts)} | {HEAD: _json(head)}
+    return {f"{HEAD}.{generation}.{n}": part for n, part in enumerate(parts)} | {HEAD: _to_json(head)}
 
 
 def decode(props: Mapping[str, str], kind: Kind) -> StoredRecord:
@@ -129,6 +129,6 @@ def _parse_object(text: str, description: str) -> dict[str, Any]:
     return value
 
 
-def _json(value: object) -> str:
+def _to_json(value: object) -> str:
     """Encode ``value`` as one line of ASCII, which ``zfs`` does not alter."""
     return json.dumps(value, ensure_ascii=True, separators=(",", ":"))

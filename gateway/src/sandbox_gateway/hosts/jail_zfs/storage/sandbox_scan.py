@@ -55,7 +55,7 @@ def interpret_sandboxes(root: str, facts: Facts, local: UserProperties) -> Sandb
     reader.read_snapshots()
     reader.resolve_claims(reader.read_instances())
     reader.find_parts()
-    reader.find_empty()
+    reader.find_empty_datasets()
     return reader.findings
 
 
@@ -163,9 +163,9 @@ class _Reader:
             if name in readable:
                 self.findings.marks.stale += [(name, prop) for prop in stale_parts(props)]
 
-    def find_empty(self) -> None:
+    def find_empty_datasets(self) -> None:
         prefixes = (f"{self._root}/{RETIRED}/", f"{self._root}/{TEMPLATE}")
-        with_snapshots = {name.partition("@")[0] for name in self._facts if "@" in name}
-        disposable = {name for name in self._facts if name.startswith(prefixes) and "@" not in name}
-        self.findings.empty = sorted((disposable | self._retired_in_place) - with_snapshots)
-        self.findings.to_move = sorted(self._retired_in_place & with_snapshots)
+        datasets_with_snapshots = {name.partition("@")[0] for name in self._facts if "@" in name}
+        disposable_datasets = {name for name in self._facts if name.startswith(prefixes) and "@" not in name}
+        self.findings.empty = sorted((disposable_datasets | self._retired_in_place) - datasets_with_snapshots)
+        self.findings.to_move = sorted(self._retired_in_place & datasets_with_snapshots)

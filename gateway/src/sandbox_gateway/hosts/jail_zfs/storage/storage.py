@@ -94,7 +94,7 @@ class ZfsStorage:
 
     @translate_errors
     def space(self) -> tuple[int, int]:
-        """Return the bytes that are free for the root dataset, and the sum of these and the used ones."""
+        """Return the free space of the root dataset, and the total of its free and used space, in bytes."""
         facts = zfs.get_props([self.root.dataset], ["available", "used"])[self.root.dataset]
         return facts["available"].number, facts["available"].number + facts["used"].number
 

@@ -24,7 +24,7 @@ from sandbox_gateway.hosts.rootfs_common import (
     compile_agent,
     compile_agent_in_foreign_tree,
     file_kind,
-    python_minor,
+    python_minor_version,
     remove_tree,
     stream,
     to_gateway_error,
@@ -91,7 +91,7 @@ async def _compile_agent(source: Source, tree: Path, log: Log) -> None:
         namespaces = ("--mount", "--propagation", "slave", "--pid", "--net")
         inside = ("unshare", *namespaces, "--fork", "--kill-child", "chroot", str(tree))
         await compile_agent([*inside, "/usr/bin/python3", "-I", "-S"], ["/opt/sandbox_agent"], log)
-    elif python_minor(Tree(tree), Tree(tree).resolve("/usr/bin/python3").name) == sys.version_info.minor:
+    elif python_minor_version(Tree(tree), Tree(tree).resolve("/usr/bin/python3").name) == sys.version_info.minor:
         await compile_agent_in_foreign_tree(tree, log)
 
 

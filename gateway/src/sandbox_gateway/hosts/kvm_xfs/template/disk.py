@@ -10,7 +10,7 @@ from pathlib import Path
 from sandbox_gateway.command import run_async
 from sandbox_gateway.errors import BackendFailed, Invalid, NoSpace
 from sandbox_gateway.hosts.base import Log
-from sandbox_gateway.hosts.rootfs_common import STEP_SECONDS
+from sandbox_gateway.hosts.rootfs_common import STEP_TIMEOUT_SECONDS
 
 _JOURNAL_MB = 16
 
@@ -28,7 +28,7 @@ async def make_image(tree: Path, image: Path, disk_mb: int, log: Log) -> None:
         *("-E", "lazy_itable_init=0,lazy_journal_init=0,discard", "-J", f"size={journal}"),
         str(image),
     ]
-    result = await run_async(argv, timeout=STEP_SECONDS, check=False)
+    result = await run_async(argv, timeout=STEP_TIMEOUT_SECONDS, check=False)
     if result.returncode == 0:
         return
     output = (result.stderr.strip() or result.stdout.strip())[-1000:]

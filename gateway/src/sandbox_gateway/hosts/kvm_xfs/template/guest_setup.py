@@ -8,7 +8,7 @@ from pathlib import Path
 
 from sandbox_gateway.errors import BackendFailed, Invalid
 from sandbox_gateway.hosts.kvm_xfs.template import guest_files
-from sandbox_gateway.hosts.rootfs_common import Tree, add_user, install_agent, python_minor
+from sandbox_gateway.hosts.rootfs_common import Tree, add_user, install_agent, python_minor_version
 
 _PAM = (
     "/lib/security",
@@ -62,7 +62,7 @@ def _check_programs(tree: Tree) -> None:
     python = tree.resolve("/usr/bin/python3")
     if not python.is_file():
         raise Invalid("the root file system has no /usr/bin/python3: install Python 3.9 or later in it for the agent")
-    minor = python_minor(tree, python.name)
+    minor = python_minor_version(tree, python.name)
     if minor is None or minor < 9:
         version = "of an unknown version" if minor is None else f"3.{minor}"
         raise Invalid(
