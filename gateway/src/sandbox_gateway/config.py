@@ -187,8 +187,8 @@ class Limits(_Section):
         0,
         ge=0,
         le=1024,
-        description="Maximum number of machines that start at the same time. Clients take turns, and so do the requests "
-        "of one client. 0: as many as the host has cores.",
+        description="Maximum number of machines that start at the same time. Clients take turns, and so do the "
+        "requests of one client. 0: as many as the host has cores.",
     )
     connections: int = Field(
         1000, ge=1, description="Maximum number of concurrent requests and WebSockets to one sandbox."
