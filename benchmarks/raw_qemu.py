@@ -27,7 +27,7 @@ from sandbox_gateway.hosts.kvm_xfs.image import reflink
 from sandbox_gateway.hosts.kvm_xfs.image.layout import Instance, Layout
 from sandbox_gateway.hosts.kvm_xfs.network.addresses import GUEST_MAC, Slot
 from sandbox_gateway.hosts.kvm_xfs.network.slots import SlotPool
-from sandbox_gateway.hosts.kvm_xfs.qemu.command_line import MachineSpec, Platform, arguments
+from sandbox_gateway.hosts.kvm_xfs.qemu.command_line import MachineSpec, Platform, build_arguments
 from sandbox_gateway.records import NetworkPolicy, Snapshot
 from tests.support import session
 from tests.support.live import Live
@@ -153,7 +153,9 @@ class RawMachine:
             self._line, qemu_line = socket.socketpair()
             with qemu_line:
                 fds = [listener.fileno(), qemu_line.fileno(), state.fileno()]
-                argv = arguments(self._spec, self.files, qmp_fd=fds[0], line_fd=fds[1], state_fd=fds[2], hold=hold)
+                argv = build_arguments(
+                    self._spec, self.files, qmp_fd=fds[0], line_fd=fds[1], state_fd=fds[2], hold=hold
+                )
                 if deferred:
                     argv[argv.index("-incoming") + 1] = "defer"
                 start_time = self._spawn(argv, fds, output.fileno())

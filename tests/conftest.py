@@ -45,7 +45,7 @@ _SLOW_FILES = ("test_gateway.py", "test_gateway_systemd.py", "test_kvm_xfs_host.
 _SEED_VARIABLE = "GROVE_TEST_SEED"
 """Environment variable for the order of tests in a folder: "random", a seed that was printed, or 0 for source order."""
 
-_before: leaks.Inventory | None = None
+_inventory_before_tests: leaks.Inventory | None = None
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -67,29 +67,29 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> Iterator[None]:
     """Sort tests before and after pytest's own sorting, which groups them by the parameters of expensive fixtures."""
     if (seed := os.environ[_SEED_VARIABLE]) != "0":
-        items.sort(key=functools.partial(_random_place, seed))
+        items.sort(key=functools.partial(_random_sort_key, seed))
     yield
     items.sort(key=lambda item: (_FOLDERS.index(_folder(item.nodeid)), item.path.name not in _SLOW_FILES))
 
 
-def _random_place(seed: str, item: pytest.Item) -> tuple[bytes, bytes]:
-    """Return the key that sorts files, and the tests in each file, randomly. The sort keeps the order of equal keys."""
+def _random_sort_key(seed: str, item: pytest.Item) -> tuple[bytes, bytes]:
+    """Return a key that sorts files, and the tests in each file, randomly. Tests marked in_order keep their order."""
     is_fixed = item.get_closest_marker("in_order")
-    return _random_key(seed, item.nodeid.partition("::")[0]), b"" if is_fixed else _random_key(seed, item.nodeid)
+    return _seeded_key(seed, item.nodeid.partition("::")[0]), b"" if is_fixed else _seeded_key(seed, item.nodeid)
 
 
-def _random_key(seed: str, name: str) -> bytes:
+def _seeded_key(seed: str, name: str) -> bytes:
     """Return a key that depends only on the arguments, so that any subset of the tests runs in the same order."""
     return hashlib.sha256(f"{seed} {name}".encode()).digest()
 
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> LoadScopeScheduling:
-    return Lanes(config, log)
+    return LaneScheduler(config, log)
 
 
-class Lanes(LoadScopeScheduling):  # type: ignore[misc]
-    """The scheduler for ``pytest -n 2``: a lane that has finished a group of tests takes the next one."""
+class LaneScheduler(LoadScopeScheduling):  # type: ignore[misc]
+    """The scheduler for ``pytest -n 2``. A lane that finishes a group of tests takes the next group."""
 
     def _split_scope(self, nodeid: str) -> str:
         # zfs-fuse has one daemon on the machine: all tests that create jails are one group, whatever their folder. (The
@@ -107,22 +107,22 @@ def _folder(nodeid: str) -> str:
 
 
 def pytest_sessionstart(session: pytest.Session) -> None:
-    global _before
+    global _inventory_before_tests
     if leaks.should_check(session.config):
         leaks.sweep_earlier_runs()
-        _before = leaks.take_inventory()
+        _inventory_before_tests = leaks.take_inventory()
 
 
 @pytest.fixture(scope="session", autouse=True)
-def _remember_temporary_directory(tmp_path_factory: pytest.TempPathFactory) -> None:
+def _record_temporary_directory(tmp_path_factory: pytest.TempPathFactory) -> None:
     leaks.record_temporary_directory(tmp_path_factory.getbasetemp())
 
 
 @pytest.hookimpl(trylast=True)
 def pytest_sessionfinish(session: pytest.Session) -> None:
-    if _before is None:
+    if _inventory_before_tests is None:
         return
-    leftovers = leaks.wait_for_leftovers(_before)
+    leftovers = leaks.wait_for_leftovers(_inventory_before_tests)
     if leftovers:
         reporter = session.config.pluginmanager.get_plugin("terminalreporter")
         assert reporter is not None
@@ -135,7 +135,7 @@ def pytest_sessionfinish(session: pytest.Session) -> None:
 
 @pytest.fixture(scope="session")
 def anyio_backend() -> str:
-    """The event loop of tests and fixtures that are coroutines. Each test has its own loop."""
+    """The event loop for asynchronous tests and fixtures. Each test has its own loop."""
     return "asyncio"
 
 
@@ -154,20 +154,20 @@ def xfs_root(need_root: None) -> Iterator[Path]:
 
 @pytest.fixture(scope="session")
 def kvm_xfs_world(xfs_root: Path) -> KvmXfsWorld:
-    """A KVM/XFS host for engines that run inside the test's process."""
+    """A KVM/XFS host for engines that run in the test process."""
     return KvmXfsWorld(xfs_root, session.cache_dir())
 
 
 @pytest.fixture(scope="session")
 def jail_zfs_world(need_root: None) -> Iterator[JailZfsWorld]:
-    """A jail/ZFS host, emulated on Linux, for engines that run inside the test's process."""
+    """A jail/ZFS host, emulated on Linux, for engines that run in the test process."""
     with jail_world.jail_zfs_world() as world:
         yield world
 
 
 @pytest.fixture(scope="session")
 def make_gateway(xfs_root: Path) -> Iterator[Callable[..., Gateway]]:
-    """A function that starts gateways without a template, which run until the end of the test run."""
+    """A function that starts gateways without a template. They run until the end of the test run."""
     yield from _gateway_factory(xfs_root, None)
 
 
@@ -251,13 +251,13 @@ def _gateway_by_folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cal
 def _memory_gateway(
     _gateway_by_folder: Callable[[str], MemoryGateway], request: pytest.FixtureRequest
 ) -> MemoryGateway:
-    """One gateway for each folder of tests, which may change the template `base`."""
+    """One gateway for each test folder. Tests may change its template `base`."""
     return _gateway_by_folder(_folder(request.node.nodeid))
 
 
 @pytest.fixture
 def memory_gateway(_memory_gateway: MemoryGateway) -> Iterator[MemoryGateway]:
-    """A gateway with an in-memory host, with the template `base` and nothing else."""
+    """A gateway with an in-memory host. Initially, it has only the template `base`."""
     yield _memory_gateway
     _memory_gateway.clear()
 

@@ -23,8 +23,8 @@ GATEWAY = "src/sandbox_gateway"
 COLLECTION = "src/ansible_collections/grove/sandbox"
 MODULE_UTILS = f"{COLLECTION}/plugins/module_utils"
 TIME_LIMIT_SECONDS = 600
-"""Time limit for one subject in seconds. Mutants that were not tested by then are counted as not checked."""
-MAX_SURVIVORS = 40
+"""Time limit for one subject in seconds. Mutants that are still untested count as not checked."""
+MAX_PRINTED_SURVIVORS = 40
 """Maximum number of survivors to print for one subject."""
 
 CONFTEST = """
@@ -77,17 +77,17 @@ class Result:
     survivors: list[str]
 
     @property
-    def killed(self) -> int:
+    def killed_count(self) -> int:
         return self.counts.get("killed", 0) + self.counts.get("timeout", 0)
 
     @property
-    def tried(self) -> int:
+    def tested_count(self) -> int:
         return sum(self.counts.values()) - self.counts.get("not checked", 0) - self.counts.get("skipped", 0)
 
 
-def mutate(subject: Subject, directory: Path) -> Result:
+def run_mutmut(subject: Subject, directory: Path) -> Result:
     """Run mutmut for a subject. Raises RuntimeError, for example if the subject's tests fail on unchanged code."""
-    prepare(subject, directory)
+    prepare_tree(subject, directory)
     environment = {**os.environ, "PYTHONPATH": ""}
     jobs = str(os.cpu_count() or 1)
     try:
@@ -109,8 +109,8 @@ def mutate(subject: Subject, directory: Path) -> Result:
     return Result(counts, [name for name, state in rows if state in ("survived", "no tests")])
 
 
-def prepare(subject: Subject, directory: Path) -> None:
-    """Copy everything that mutmut needs to ``directory``: sources in src, with tests beside them."""
+def prepare_tree(subject: Subject, directory: Path) -> None:
+    """Copy the sources (to ``src``) and the tests that mutmut needs to ``directory``."""
     shutil.rmtree(directory, ignore_errors=True)
     collection = directory / COLLECTION
     collection.mkdir(parents=True)
@@ -142,18 +142,18 @@ def main() -> None:
         parser.error(f"unknown subject {', '.join(sorted(unknown))}: choose from {', '.join(SUBJECTS)}")
     rows, failures = [], []
     for name in names:
-        started = time.monotonic()
+        start_time = time.monotonic()
         try:
-            result = mutate(SUBJECTS[name], WORK_DIRECTORY / name)
+            result = run_mutmut(SUBJECTS[name], WORK_DIRECTORY / name)
         except RuntimeError as error:
             print(f"{name}: {error}", flush=True)
             failures.append(name)
             continue
-        for survivor in result.survivors[:MAX_SURVIVORS]:
+        for survivor in result.survivors[:MAX_PRINTED_SURVIVORS]:
             print(f"survived: {survivor}")
-        rate = 100 * result.killed / max(1, result.tried)
-        rows.append(f"| {name} | {result.tried} | {result.killed} | {rate:.0f} % |")
-        print(f"{name}: {result.counts} in {time.monotonic() - started:.0f} s", flush=True)
+        rate = 100 * result.killed_count / max(1, result.tested_count)
+        rows.append(f"| {name} | {result.tested_count} | {result.killed_count} | {rate:.0f} % |")
+        print(f"{name}: {result.counts} in {time.monotonic() - start_time:.0f} s", flush=True)
     print("\n| subject | mutants | killed | kill rate |\n|---|---:|---:|---:|")
     print("\n".join(rows))
     if failures:

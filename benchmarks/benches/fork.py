@@ -24,7 +24,7 @@ _WATCHED: dict[str, FunctionRef] = {
     "files": (instances, "create_files"),
     "slot": (SlotPool, "take"),
     "spawn": (Machine, "spawn"),
-    "limits": (Cgroups, "place"),
+    "limits": (Cgroups, "limit"),
     "identify": (AgentClient, "identify"),
     "save": (KvmXfsHost, "save"),
 }

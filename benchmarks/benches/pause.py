@@ -13,7 +13,7 @@ from benchmarks.context import Context, KvmXfs, Steps
 from benchmarks.measure import Result, Target
 from benchmarks.ping import Ping
 from benchmarks.raw_qemu import RawMachine
-from benchmarks.timers import milliseconds
+from benchmarks.timers import time_call
 from sandbox_gateway.hosts.kvm_xfs.image import reflink
 from sandbox_gateway.hosts.kvm_xfs.image.layout import Layout
 from sandbox_gateway.records import Snapshot
@@ -95,7 +95,7 @@ def _capture_repeatedly(
     while len(captures.snapshots) < rounds:
         floor = _time_smallest_capture(machine, host)
         time.sleep(_BETWEEN_SECONDS)
-        snapshot, total = milliseconds(lambda: host.capture(sandbox))
+        snapshot, total = time_call(lambda: host.capture(sandbox))
         if not _is_small(snapshot, is_first=previous is source):
             break
         captures.snapshots.append(snapshot)

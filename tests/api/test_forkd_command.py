@@ -51,7 +51,7 @@ def start(target: str, tmp_path: Path) -> Iterator[Start]:
             [str(command), *args], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True
         )
         running.append(process)
-        forkd_command.wait_for(target)
+        forkd_command.wait_until_listening(target)
         return process
 
     yield start_with

@@ -11,14 +11,15 @@ import pytest
 from tests.api.memory_gateway import MemoryGateway
 
 
-def test_a_ready_template_has_all_its_fields(api: httpx.Client) -> None:
-    template = api.get("/templates/base").json()
-    assert template["names"] == template["aliases"] == ["base"] and template["buildStatus"] == "ready"
+def test_a_ready_template_has_all_its_fields(memory_gateway: MemoryGateway, api: httpx.Client) -> None:
+    memory_gateway.build_template("ready", packages=["python3"])
+    template = api.get("/templates/ready").json()
+    assert template["names"] == template["aliases"] == ["ready"] and template["buildStatus"] == "ready"
     assert template["recipe"]["from"] == "debootstrap" and template["recipe"]["packages"] == ["python3"]
     assert template["cpuCount"] == 1 and template["forks"] == 0 and len(template["digest"]) == 64
     assert template["status"] == "READY" and "lastError" not in template
     assert api.get(f"/templates/{template['templateID']}").json() == template
-    assert [item["templateID"] for item in api.get("/templates?name=base").json()] == [template["templateID"]]
+    assert [item["templateID"] for item in api.get("/templates?name=ready").json()] == [template["templateID"]]
     assert api.get("/templates?name=other").json() == []
 
 

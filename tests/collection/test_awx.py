@@ -431,6 +431,7 @@ def linux_host(root: Path) -> Iterator[Host]:
     host.remove("kvm_xfs_host")
 
 
+@pytest.mark.in_order
 def test_the_install_job_for_a_kvm_host_is_idempotent(linux_host: Host, launch: Launch, tmp_path: Path) -> None:
     """After the play of docs/recipes.md has installed the host, the job with the same answers changes nothing."""
     inventory = tmp_path / "hosts.yml"
@@ -480,6 +481,7 @@ def freebsd_host(linux_host: Host, root: Path, tmp_path: Path) -> Iterator[tuple
         )
 
 
+@pytest.mark.in_order
 def test_the_install_job_installs_a_jail_host(freebsd_host: tuple[Host, tuple[str, ...]], launch: Launch) -> None:
     """Depends on the previous test, because packages cannot be downloaded where the doubles replace the commands."""
     host, command_prefix = freebsd_host

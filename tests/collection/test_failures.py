@@ -60,7 +60,7 @@ def test_unusable_gateways_are_reported(tmp_path: Path, faulty_gateway: FaultyGa
 
 def test_modules_use_a_unix_socket(tmp_path: Path, faulty_gateway: FaultyGateway, keywords: Any) -> None:
     socket = tmp_path / "gateway.sock"
-    with faulty_gateway.listening(socket) as url:
+    with faulty_gateway.serve_on_unix_socket(socket) as url:
         (created,) = Target(url, tmp_path).verify(sandbox_task(name="box", template="base"), keywords=keywords)
     assert created["sandbox"]["name"] == "box"
 
@@ -154,7 +154,7 @@ def test_one_refusal_stops_the_task_unless_continue_on_error_is_set(
     ]
 
 
-def test_dead_siblings_are_replaced_and_foreign_ones_refused(
+def test_dead_forks_are_replaced_and_foreign_sandboxes_are_refused(
     memory_target: Target, faulty_gateway: FaultyGateway
 ) -> None:
     memory_target.verify(
@@ -211,7 +211,7 @@ def test_a_snapshot_removed_after_planning_is_reported(
 ) -> None:
     create_box(faulty_gateway)
     faulty_gateway.vanish = {snapshot["snapshotID"] for snapshot in faulty_gateway.list_objects("snapshots")}
-    faulty_gateway.write("box")
+    faulty_gateway.write_file("box")
     before = faulty_gateway.list_objects("sandboxes")
     (result,) = memory_target.play(task, keywords=keywords)
     check_failed(
@@ -237,7 +237,7 @@ def test_a_sandbox_removed_after_planning_is_reported(memory_target: Target, fau
 def test_the_backup_is_removed_after_a_failed_rollback(memory_target: Target, faulty_gateway: FaultyGateway) -> None:
     create_box(faulty_gateway)
     task = {"grove.sandbox.sandbox_rollback": {"sandbox": "box", "snapshot": "s", "backup_name": "b"}}
-    faulty_gateway.write("box")
+    faulty_gateway.write_file("box")
     faulty_gateway.failing = {"box"}
     (broken,) = memory_target.play(task)
     check_failed(broken, "backend_failed", "did not answer")

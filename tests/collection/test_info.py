@@ -31,7 +31,7 @@ def info_task(kind: str, **options: Any) -> Task:
 
 
 @each_execution
-def test_info_modules_return_the_same_shapes_as_the_other_modules(target: Target, keywords: dict[str, Any]) -> None:
+def test_info_modules_return_the_same_fields_as_the_other_modules(target: Target, keywords: dict[str, Any]) -> None:
     box, golden, data = (target.name(name) for name in ("box", "golden", "data"))
     *_, volume, captured, changed = target.verify(
         {"grove.sandbox.sandbox": {"name": box, "template": target.template}},

@@ -207,9 +207,7 @@ def test_text_from_a_gateway_is_not_evaluated(east_gateway: MemoryGateway, tmp_p
 
 
 @pytest.mark.parametrize("name", ["localhost", "all", "state_running", "high"])
-def test_a_sandbox_cannot_take_the_place_of_another_host(
-    east_gateway: MemoryGateway, tmp_path: Path, name: str
-) -> None:
+def test_a_sandbox_cannot_replace_another_host(east_gateway: MemoryGateway, tmp_path: Path, name: str) -> None:
     ident = create_sandbox(east_gateway, name)
     inventory = Inventory(
         tmp_path, gateways=[{"url": east_gateway.unix_url}], groups={"high": "grove_sandbox.memory_mb > 1"}, strict=True
@@ -378,7 +376,7 @@ def documented_files() -> list[Any]:
 
 
 @pytest.mark.parametrize("content", documented_files())
-def test_documented_files_work(east_gateway: MemoryGateway, tmp_path: Path, content: dict[str, Any]) -> None:
+def test_documented_inventory_files_work(east_gateway: MemoryGateway, tmp_path: Path, content: dict[str, Any]) -> None:
     """Uses the files unchanged, except for the addresses of gateways, keys and certificates."""
     create_sandbox(east_gateway, "web", metadata={"team": "blue", "user": "nobody"})
     for gateway in content.get("gateways", []):

@@ -173,7 +173,7 @@ def test_when_changed_captures_only_changed_sandboxes(target: Target) -> None:
     assert captured["snapshot"]["name"] == third
 
 
-def test_a_snapshot_in_use_is_refused_or_hidden(target: Target) -> None:
+def test_deleting_a_snapshot_in_use_is_refused_or_deferred(target: Target) -> None:
     box, golden, twin = target.name("box"), target.name("golden"), target.name("twin")
     target.verify(
         sandbox_task(target, "box", template=target.template),
@@ -217,7 +217,7 @@ def test_template_life_cycle(memory_target: Target, keywords: dict[str, Any]) ->
     assert removed["template"] is None
 
 
-def test_forks_are_kept_ready(memory_target: Target, keywords: dict[str, Any]) -> None:
+def test_the_number_of_prewarmed_forks_is_changed(memory_target: Target, keywords: dict[str, Any]) -> None:
     box, mark, web = memory_target.name("box"), memory_target.name("mark"), memory_target.name("web")
     _, captured, lowered, built, raised, removed, _ = memory_target.verify(
         sandbox_task(memory_target, "box", template=memory_target.template),

@@ -163,7 +163,7 @@ def test_clones_of_a_running_sandbox_clone_its_volumes(target: Target) -> None:
     assert [each["owner_sandbox_id"] for each in private["volumes"]] == [cloned["sandbox"]["id"]]
 
 
-def test_rollback_runs_every_time_and_is_refused_with_writers(target: Target) -> None:
+def test_rollback_always_runs_but_is_refused_while_the_volume_has_writers(target: Target) -> None:
     box, data = target.name("box"), target.name("data")
     target.verify(
         volume_task(name=data, size_mb=64, snapshots=["clean"]),

@@ -179,7 +179,7 @@ def test_a_sandbox_whose_machine_stops_unexpectedly_can_be_resumed_from_its_disk
     live: Live, source: str, world: World
 ) -> None:
     live.shell(source, "echo kept >/root/kept && sync")
-    live.shell(source, f"(sleep 0.2; {world.halt}) >/dev/null 2>&1 &")
+    live.shell(source, f"(sleep 0.2; {world.halt_command}) >/dev/null 2>&1 &")
     eventually(lambda: live.sandbox(source).state is SandboxState.PAUSED)
     assert "ended" in live.sandbox(source).state_reason
     live.do(live.engine.sandboxes.resume(source))
@@ -191,7 +191,7 @@ def test_a_command_fails_when_its_machine_stops(live: Live, source: str, world: 
     with pytest.raises(
         BackendFailed, match=r"stopped during the command|connection to the sandbox broke|cannot be reached"
     ):
-        live.do(live.engine.commands.exec(source, ["sh", "-c", f"{world.halt}; sleep 100"], timeout=120))
+        live.do(live.engine.commands.exec(source, ["sh", "-c", f"{world.halt_command}; sleep 100"], timeout=120))
     assert time.monotonic() - start < 60
 
 

@@ -51,7 +51,7 @@ def test_a_sandbox_is_restarted_or_stays_paused_after_a_power_cut(make_live: Any
     live.do(live.engine.forks.create(TEMPLATE, ForkSpec(names=["victim"])))
     live.shell("victim", "echo kept >/root/kept && sync")
     live.close()
-    world.power_cut(live.config)
+    world.cut_power(live.config)
     reopened = make_live(config=live.config)
     if policy == "start":
         eventually(lambda: reopened.sandbox("victim").state is SandboxState.RUNNING, 120)
@@ -69,7 +69,7 @@ def test_damaged_records_are_quarantined_at_startup(make_live: Any, world: World
         live.do(live.engine.snapshots.create("fine", name=name))
     ids = {name: live.engine.snapshots.get(name).id for name in ("good", "torn", "short", "empty")}
     live.close()
-    world.damage(live.config, **{name: ids[name] for name in ("torn", "short", "empty")})
+    world.damage_snapshots(live.config, **{name: ids[name] for name in ("torn", "short", "empty")})
     reopened = make_live(config=live.config)
     assert [snapshot.names for snapshot in reopened.engine.snapshots.list()] == [["good"]]
     assert reopened.shell("fine", "echo alive").strip() == "alive"
@@ -82,7 +82,7 @@ def test_a_duplicate_name_stays_with_the_older_object(make_live: Any, world: Wor
     older = live.do(live.engine.snapshots.create("source", name="older"))
     newer = live.do(live.engine.snapshots.create("source", name="newer"))
     live.close()
-    world.rewrite(live.config, newer, names=["older"])
+    world.rewrite_record(live.config, newer, names=["older"])
     reopened = make_live(config=live.config)
     assert reopened.engine.snapshots.get("older").id == older.id
     assert reopened.engine.snapshots.get(newer.id).names == []
@@ -93,6 +93,6 @@ def test_records_of_a_newer_gateway_are_readable(make_live: Any, world: World) -
     live.do(live.engine.forks.create(TEMPLATE, ForkSpec(names=["source"])))
     snapshot = live.do(live.engine.snapshots.create("source", name="mark"))
     live.close()
-    world.rewrite(live.config, snapshot, a_field_of_the_future={"x": 1})
+    world.rewrite_record(live.config, snapshot, a_field_of_the_future={"x": 1})
     reopened = make_live(config=live.config)
     assert reopened.engine.snapshots.get("mark").id == snapshot.id

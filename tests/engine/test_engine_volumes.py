@@ -797,8 +797,8 @@ def test_symlinks_at_a_mount_path_cannot_escape_the_sandbox(live: Live, world: W
     """Either the request fails, or the volume is mounted inside. Nothing is mounted or written outside the sandbox."""
     data = live.engine.volumes.get(create_volume(live, "data")).id
     path = "/srv/data/below" if link == "/srv/data" else link
-    territory = world.territory(live.config)
-    for target in ("/etc", "../../../../../../../../etc", str(territory)):
+    writable_directory = world.writable_directory(live.config)
+    for target in ("/etc", "../../../../../../../../etc", str(writable_directory)):
         create_sandbox(live, "box")
         live.shell("box", f"rm -rf {link} && mkdir -p $(dirname {link}) && ln -s {target} {link} && sync")
         live.do(live.engine.snapshots.create("box", name="mark"))
@@ -812,21 +812,21 @@ def test_symlinks_at_a_mount_path_cannot_escape_the_sandbox(live: Live, world: W
                 live.do(request)
                 refs_with_mount.append(ref)
                 live.shell(ref, f"touch {path}/proof && sync")
-            assert not find_traces_outside(data, territory), (ref, target)
+            assert not find_traces_outside(data, writable_directory), (ref, target)
         create_sandbox(live, "judge", MountSpec("data", "/volume"))
         assert live.shell("judge", "ls /volume").split() == (["proof"] if refs_with_mount else [])
         live.shell("judge", "rm -f /volume/proof && sync")
         for sandbox in live.engine.sandboxes.list():
             live.do(live.engine.sandboxes.delete(sandbox.id))
         live.do(live.engine.snapshots.delete("mark"))
-        assert not find_traces_outside(data, territory), target
+        assert not find_traces_outside(data, writable_directory), target
 
 
-def find_traces_outside(volume_id: str, territory: Path) -> list[str]:
+def find_traces_outside(volume_id: str, writable_directory: Path) -> list[str]:
     """Return the paths outside the gateway's directories where the volume is mounted or its files were written."""
     lines = [line.split() for line in Path("/proc/self/mountinfo").read_text().splitlines() if volume_id in line]
-    mounted = [line[4] for line in lines if not line[4].startswith(f"{territory}/")]
-    return mounted + [str(path) for path in (Path("/etc/proof"), territory / "proof") if path.exists()]
+    mounted = [line[4] for line in lines if not line[4].startswith(f"{writable_directory}/")]
+    return mounted + [str(path) for path in (Path("/etc/proof"), writable_directory / "proof") if path.exists()]
 
 
 # -- restarts ----------------------------------------------------------------------------------------------------------
@@ -851,7 +851,7 @@ def test_volumes_are_mounted_again_after_a_host_crash(make_live: Any, world: Wor
     create_sandbox(live, "box", MountSpec("data", "/data"))
     live.shell("box", "echo kept >/data/file && sync")
     live.close()
-    world.power_cut(live.config)
+    world.cut_power(live.config)
     reopened = make_live(config=live.config)
     eventually(lambda: reopened.sandbox("box").state is SandboxState.RUNNING, 120)
     assert read_file(reopened, "box", "/data/file") == "kept"

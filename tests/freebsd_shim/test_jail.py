@@ -121,7 +121,7 @@ def test_exec_start_runs_in_the_jail_and_keeps_background_commands(shim: Shim) -
     shim.check_ok("pkill", "-KILL", "-j", "1")
 
 
-def test_a_trailing_ampersand_means_background_without_a_shell(shim: Shim) -> None:
+def test_a_trailing_ampersand_starts_a_command_in_the_background(shim: Shim) -> None:
     """The command inherits the standard output of jail, so a reader waits until the command exits, as on FreeBSD."""
     process = shim.start("jail", "-i", "-c", "name=a", f"path={shim.root}", "persist", "exec.start=sleep 1000 &")
     assert process.stdout is not None and process.stdout.readline() == "1\n"
@@ -226,7 +226,7 @@ def test_removing_a_jail_terminates_processes_and_keeps_mounts(shim: Shim) -> No
     shim.check_fails(1, 'jail: "5" not found', "jail", "-R", "5")
 
 
-def test_a_path_with_a_jail_in_it_is_busy(shim: Shim) -> None:
+def test_a_mount_is_busy_while_a_jail_uses_it(shim: Shim) -> None:
     shim.check_ok("mount", "-t", "nullfs", str(shim.root), str(shim.root / "vol"))
     shim.check_ok("jail", "-c", "name=a", f"path={shim.root}/vol", "persist")
     shim.check_fails(1, f"umount: unmount of {shim.root}/vol failed: Device busy", "umount", f"{shim.root}/vol")
@@ -272,7 +272,7 @@ def test_a_nonpersistent_jail_is_dying_after_its_last_process(shim: Shim) -> Non
     assert list_jails(shim, "-d") == []
 
 
-def test_dying_jails_are_only_listed_on_request(shim: Shim) -> None:
+def test_dying_jails_are_listed_only_on_request(shim: Shim) -> None:
     shim.create_jail()
     shim.check_ok("freebsd-shim", "set", "dying", "forever")
     shim.check_ok("jail", "-R", "sx1")

@@ -55,7 +55,7 @@ def test_mount_options_are_enforced(shim: Shim, directories: tuple[Path, Path]) 
     assert (target / "file").read_text() == "x"
 
 
-def test_a_mount_inherits_nothing_from_a_removed_one(shim: Shim, directories: tuple[Path, Path]) -> None:
+def test_a_mount_inherits_nothing_from_a_removed_mount(shim: Shim, directories: tuple[Path, Path]) -> None:
     """Linux reuses the number and the device of a removed mount for the next one."""
     unmounted, mount_point = directories
     shim.check_ok("mount", "-t", "devfs", "-o", "ruleset=4", "devfs", str(unmounted))
@@ -68,7 +68,7 @@ def test_a_mount_inherits_nothing_from_a_removed_one(shim: Shim, directories: tu
         subprocess.run(["/usr/bin/umount", str(mount_point)], check=True, timeout=30)
 
 
-def test_nocover_and_stacked_mounts(shim: Shim, directories: tuple[Path, Path]) -> None:
+def test_nocover_mounts_and_stacked_mounts(shim: Shim, directories: tuple[Path, Path]) -> None:
     source, target = directories
     shim.check_ok("mount", "-t", "nullfs", str(source), str(target))
     shim.check_fails(
@@ -220,7 +220,7 @@ def test_umount_by_fsid_during_renames_of_a_parent(shim: Shim, directories: tupl
         assert mount_table(shim) == []
 
 
-def test_an_open_file_keeps_the_file_system_below_a_forced_unmount(shim: Shim, directories: tuple[Path, Path]) -> None:
+def test_an_open_file_stays_usable_after_a_forced_unmount(shim: Shim, directories: tuple[Path, Path]) -> None:
     source, target = directories
     shim.check_ok("/usr/bin/mount", "-t", "tmpfs", "tmpfs", str(source))
     shim.check_ok("mount", "-t", "nullfs", str(source), str(target))
@@ -243,7 +243,7 @@ def holds_device(process: Path, device: int) -> bool:
         return False
 
 
-def test_a_mount_removed_by_somebody_else_is_not_listed(shim: Shim, directories: tuple[Path, Path]) -> None:
+def test_a_mount_removed_by_another_program_is_not_listed(shim: Shim, directories: tuple[Path, Path]) -> None:
     source, target = directories
     shim.check_ok("mount", "-t", "nullfs", str(source), str(target))
     shim.check_ok("/usr/bin/umount", str(target))

@@ -99,7 +99,7 @@ def test_a_dying_jail_keeps_its_interfaces(shim: Shim) -> None:
     shim.check_ok("ifconfig", "sx1a", "destroy")
 
 
-def test_interface_units_and_names(shim: Shim) -> None:
+def test_interfaces_are_created_and_renamed(shim: Shim) -> None:
     assert shim.check_ok("ifconfig", "epair", "create") == "epair0a\n"
     shim.check_ok("ifconfig", "epair0a", "name", "one")
     shim.check_ok("ifconfig", "epair0b", "name", "two")

@@ -27,7 +27,7 @@ def destroy(dataset: str) -> None:
     raise AssertionError(pools.run("zfs", "destroy", dataset, check=False).stderr)
 
 
-def test_a_jail_keeps_its_zfs_clone_in_use(pool: pools.Pool, shim: Shim) -> None:
+def test_a_zfs_clone_is_busy_while_a_jail_uses_it(pool: pools.Pool, shim: Shim) -> None:
     template, clone = f"{pool.name}/template", f"{pool.name}/sandbox"
     pools.run("zfs", "create", template)
     root = pool.mount_point / "template"

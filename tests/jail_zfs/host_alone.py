@@ -18,7 +18,7 @@ from sandbox_gateway.errors import BackendFailed
 from tests.jail_zfs import pools
 from tests.jail_zfs.alone import _POOL, _hide_daemon, _kill, _private_pool, _restart_daemon
 from tests.support import session
-from tests.support.jail_world import PF, JailZfsWorld, shim, world_on
+from tests.support.jail_world import PF_RULES, JailZfsWorld, open_world, shim
 from tests.support.live import Live
 from tests.support.worlds import TEMPLATE
 
@@ -27,7 +27,7 @@ def collect_resources(world: JailZfsWorld, live: Live) -> dict[str, set[str]]:
     prefix = live.config.network.prefix
     return {
         "jails": set(world.jails(live.config)),
-        "cables": set(shim("ifconfig", "-g", f"{prefix}-epair", check=False).split()),
+        "epairs": set(shim("ifconfig", "-g", f"{prefix}-epair", check=False).split()),
         "limits": {line for line in shim("rctl").split() if f":{prefix}-" in line},
         "anchors": set(shim("pfctl", "-a", "sbx", "-s", "Anchors").split()),
         "identities": {path.name for path in (live.config.host.state_root / "run").glob("*")},
@@ -59,7 +59,7 @@ def run_scenario(world: JailZfsWorld, pid_file: Path) -> None:
     live.close()
     # Simulate a crash of the machine: no process survives it.
     shim("freebsd-shim", "purge")
-    shim("pfctl", "-q", "-f", "-", input=PF)
+    shim("pfctl", "-q", "-f", "-", input=PF_RULES)
     _restart_daemon(pid_file, pid_file.parent)
     restarted = Live(world.host(config), config)
     names = [name for snapshot in restarted.engine.snapshots.list() for name in snapshot.names]
@@ -73,10 +73,10 @@ def run_scenario(world: JailZfsWorld, pid_file: Path) -> None:
 
 def main(directory: Path) -> None:
     os.environ["GROVE_TEST_STATE"] = str(directory)
-    os.environ.pop(session.MARK, None)
+    os.environ.pop(session.RUN_VARIABLE, None)
     _hide_daemon()
     subprocess.run(["ip", "link", "set", "lo", "up"], check=True, timeout=30)
-    with _private_pool(directory) as pid_file, world_on(pools.Pool(_POOL, directory / "mnt")) as world:
+    with _private_pool(directory) as pid_file, open_world(pools.Pool(_POOL, directory / "mnt")) as world:
         run_scenario(world, pid_file)
     print('"passed"')
 

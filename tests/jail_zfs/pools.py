@@ -50,7 +50,7 @@ def start_daemon(pid_file: Path) -> None:
 
     zfs-fuse refuses to start if its pid file exists.
     """
-    env = {key: value for key, value in os.environ.items() if key != session.MARK}
+    env = {key: value for key, value in os.environ.items() if key != session.RUN_VARIABLE}
     program = shutil.which("zfs-fuse", path=f"{os.environ['PATH']}:/usr/sbin:/sbin")
     assert program, "ZFS is not running, and zfs-fuse is not installed"
     deadline = time.monotonic() + 20

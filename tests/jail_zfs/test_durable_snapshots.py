@@ -176,7 +176,7 @@ def test_damaged_properties_do_not_prevent_a_start(gateway: JailGateway, jail_zf
     gateway.call("POST", "/sandboxes", {"templateID": TEMPLATE, "name": "broken", "timeout": -1})
     (broken,) = set(zfs.list_datasets(gateway.dataset)) - before
     gateway.stop()
-    jail_zfs_world.damage(
+    jail_zfs_world.damage_snapshots(
         gateway.settings, **{name: snapshots[name]["snapshotID"] for name in ("torn", "short", "empty")}
     )
     for name, prop, value in (

@@ -271,11 +271,11 @@ def test_a_restart_does_not_unmount_paused_sandboxes(
     live.do(live.engine.sandboxes.rollback("source", "mark"))
     live.do(live.engine.sandboxes.pause("source"))
     live.close()
-    root = str(jail_zfs_world.place(live.config) / "sandboxes" / live.sandbox("source").instance)
-    before = pools.mount_ids(jail_zfs_world.place(live.config))[root]
+    root = str(jail_zfs_world.mount_point(live.config) / "sandboxes" / live.sandbox("source").instance)
+    before = pools.mount_ids(jail_zfs_world.mount_point(live.config))[root]
     with pools.pinned():
         restarted = make_live(config=live.config)
-        assert pools.mount_ids(jail_zfs_world.place(live.config))[root] == before
+        assert pools.mount_ids(jail_zfs_world.mount_point(live.config))[root] == before
         restarted.do(restarted.engine.sandboxes.resume("source"))
     assert restarted.shell("source", "hostname").strip() == "source"
 
@@ -293,7 +293,7 @@ def test_a_mount_error_lists_the_holder(
     dataset = f"{live.config.jail_zfs.dataset}/sandboxes/{sandbox.instance}"
     knob("dying", "forever")
     live.do(live.engine.sandboxes.pause("held"))
-    shim("umount", "-f", str(jail_zfs_world.place(live.config) / "sandboxes" / sandbox.instance))
+    shim("umount", "-f", str(jail_zfs_world.mount_point(live.config) / "sandboxes" / sandbox.instance))
     with pytest.raises(Busy) as caught:
         live.do(live.engine.sandboxes.resume("held"))
     assert f"({dataset}) cannot be mounted: held by the dying jail {sandbox.host['jail']}." in caught.value.message
@@ -316,7 +316,7 @@ def test_a_removal_warning_lists_the_holder(
 ) -> None:
     before = jail_zfs_world.traces(live.config)
     live.do(live.engine.forks.create(TEMPLATE, ForkSpec(names=["held"])))
-    root = jail_zfs_world.place(live.config) / "sandboxes" / live.sandbox("held").instance
+    root = jail_zfs_world.mount_point(live.config) / "sandboxes" / live.sandbox("held").instance
     with subprocess.Popen(["sleep", "infinity"], cwd=root) as holder:
         live.do(live.engine.sandboxes.delete("held"))
         holder.kill()
@@ -342,7 +342,7 @@ def test_leftovers_of_an_incomplete_jail_are_removed_at_startup(
     shim("rctl", "-a", f"jail:{prefix}-0123456789ab:maxproc:deny=9")
     shim("pfctl", "-q", "-a", f"sbx/{prefix}-0123456789ab", "-f", "-", input="block drop quick from 10.0.0.5 to any\n")
     zfs.lzc_clone(f"{root}/sandboxes/0123456789ab", live.engine.templates.get(TEMPLATE).host["zfsSnapshot"])
-    root_path = jail_zfs_world.place(live.config) / "sandboxes/0123456789ab"
+    root_path = jail_zfs_world.mount_point(live.config) / "sandboxes/0123456789ab"
     shim("mount", "-t", "devfs", "-oruleset=4", "devfs", str(root_path / "dev"))
     shim("jail", "-c", f"name={prefix}-0123456789ab", f"path={root_path}", "persist", "vnet=new")
     assert jail_zfs_world.traces(live.config) != before

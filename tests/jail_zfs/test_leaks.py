@@ -29,7 +29,8 @@ pool = pools.pool(prefix + "k", place, megabytes=128)
 pool.__enter__()
 for target in ("jailed", "bound"):
     (temporary / target).mkdir()
-jail_world.shim("mount", "-t", "nullfs", "-o", "ro", "/usr", f"{temporary}/jailed", state=place / jail_world.SHIM)
+shim_state = place / jail_world.SHIM_DIRECTORY
+jail_world.shim("mount", "-t", "nullfs", "-o", "ro", "/usr", f"{temporary}/jailed", state=shim_state)
 for command in (
     f"mount --bind /usr {temporary}/bound",
     f"ip netns add {prefix}n",
@@ -41,7 +42,7 @@ for command in (
 ):
     subprocess.run(command.split(), check=True, timeout=30)
 subprocess.Popen(["sleep", "600"], start_new_session=True)
-mark_file.write_text(os.environ[session.MARK])
+mark_file.write_text(os.environ[session.RUN_VARIABLE])
 os.kill(os.getpid(), signal.SIGKILL)
 """
 
@@ -58,7 +59,7 @@ def test_leftovers_of_a_killed_run_are_removed(
         subprocess.run(
             [sys.executable, "-c", RUN, str(temporary), str(mark_file), ADDRESS],
             cwd=session.REPOSITORY,
-            env={name: value for name, value in os.environ.items() if name != session.MARK},
+            env={name: value for name, value in os.environ.items() if name != session.RUN_VARIABLE},
             stdout=errors,
             stderr=errors,
             timeout=120,

@@ -18,7 +18,7 @@ from sandbox_gateway.hosts.jail_zfs.network.epair import Bridge
 from sandbox_gateway.hosts.jail_zfs.network.pf import bridge_rules, jail_rules
 from sandbox_gateway.records import NetworkPolicy
 from tests.support import session
-from tests.support.jail_world import PF, JailZfsWorld, shim, shim_environment
+from tests.support.jail_world import PF_RULES, JailZfsWorld, shim, shim_environment
 from tests.support.live import Live
 from tests.support.worlds import TEMPLATE
 
@@ -175,7 +175,7 @@ def test_missing_anchors_are_refused_at_startup(jail_zfs_world: JailZfsWorld, ru
         with pytest.raises(BackendFailed, match=message):
             Live(jail_zfs_world.host(config), config)
     finally:
-        shim("pfctl", "-q", "-f", "-", input=PF)
+        shim("pfctl", "-q", "-f", "-", input=PF_RULES)
     Live(jail_zfs_world.host(config), config).close()
     jail_zfs_world.forget(config)
 

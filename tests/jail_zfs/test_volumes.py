@@ -55,7 +55,7 @@ def create_box(live: Live, name: str, *mounts: tuple[str, str], read_only: bool 
 
 
 def root_path(world: JailZfsWorld, live: Live, name: str) -> Path:
-    return world.place(live.config) / "sandboxes" / live.sandbox(name).instance
+    return world.mount_point(live.config) / "sandboxes" / live.sandbox(name).instance
 
 
 def startup_repairs(caplog: pytest.LogCaptureFixture) -> list[str]:
@@ -225,7 +225,7 @@ def test_a_restart_corrects_mounts_to_match_the_records(
     live.shell("box", "echo kept >/kept/file; echo missing >/missing/file; (exec sleep 1000 >/kept/open) 2>&1 &")
     expected = jail_zfs_world.volume_mounts(live.config)
     live.close()
-    root, volumes = root_path(jail_zfs_world, live, "box"), jail_zfs_world.place(live.config) / "volumes"
+    root, volumes = root_path(jail_zfs_world, live, "box"), jail_zfs_world.mount_point(live.config) / "volumes"
     for name in ("missing", "wrong"):
         shim("umount", f"{root}/{name}")
     (root / "stray").mkdir()

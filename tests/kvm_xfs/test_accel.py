@@ -71,7 +71,7 @@ def test_a_qemu_without_the_capture_command_is_refused(cache: Path, tmp_path: Pa
 
 
 def test_accelerator_kvm_requires_the_device(cache: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr(accel, "_KVM", tmp_path / "kvm")
+    monkeypatch.setattr(accel, "_KVM_DEVICE", tmp_path / "kvm")
     with pytest.raises(BackendFailed, match="is missing"):
         probe(cache, accelerator="kvm")
     assert probe(cache).name == "tcg"
@@ -82,7 +82,7 @@ def test_can_boot_returns_true_for_a_stock_kernel(template_kernel: Path) -> None
     assert asyncio.run(accel.can_boot(config, template_kernel, accelerator="tcg", cpu_model="max"))
 
 
-def test_can_boot_returns_false_and_ends_qemu_if_the_boot_fails(tmp_path: Path, template_kernel: Path) -> None:
+def test_can_boot_returns_false_and_stops_qemu_if_the_boot_fails(tmp_path: Path, template_kernel: Path) -> None:
     config = KvmXfs(probe_seconds=0.5)
     start = time.monotonic()
     assert not asyncio.run(accel.can_boot(config, template_kernel, accelerator="tcg", cpu_model="max"))
@@ -97,16 +97,16 @@ def test_can_boot_returns_false_and_ends_qemu_if_the_boot_fails(tmp_path: Path, 
 def test_can_boot_gives_up_on_a_silent_guest(
     tmp_path: Path, template_kernel: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(accel, "_SILENT_SECONDS", 0.5)
+    monkeypatch.setattr(accel, "_MAX_SILENCE_SECONDS", 0.5)
     config = KvmXfs(qemu=write_script(tmp_path / "qemu", "echo Linux version 6.1\nexec sleep 1000"), probe_seconds=600)
-    booted = accel.can_boot(config, template_kernel, accelerator="tcg", cpu_model="max")
-    assert not asyncio.run(asyncio.wait_for(booted, 60))
+    boot = accel.can_boot(config, template_kernel, accelerator="tcg", cpu_model="max")
+    assert not asyncio.run(asyncio.wait_for(boot, 60))
 
 
 def test_auto_probes_once_and_caches_the_result(
     cache: Path, template_kernel: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(accel, "_KVM", Path("/dev/null"))
+    monkeypatch.setattr(accel, "_KVM_DEVICE", Path("/dev/null"))
     runs = tmp_path / "runs"
     counting_qemu = write_script(
         tmp_path / "qemu", f'case "$*" in *-kernel*) echo run >> {runs};; esac; exec {KvmXfs().qemu} "$@"'
@@ -119,14 +119,14 @@ def test_auto_probes_once_and_caches_the_result(
     assert key.split()[:2] == [first.qemu_version, os.uname().release]
     if first.name == "tcg":
         assert str(cache) in first.reason, "the reason does not name the file to remove"
-    other = tmp_path / "vmlinuz-other"
-    other.write_bytes(b"another kernel")
-    assert probe(cache, other, qemu=counting_qemu, probe_seconds=3).name == "tcg"
+    other_kernel = tmp_path / "vmlinuz-other"
+    other_kernel.write_bytes(b"another kernel")
+    assert probe(cache, other_kernel, qemu=counting_qemu, probe_seconds=3).name == "tcg"
     assert runs.read_text() == "run\nrun\n", "another kernel was not tested"
 
 
 def test_without_a_kernel_earlier_results_are_used(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(accel, "_KVM", Path("/dev/null"))
+    monkeypatch.setattr(accel, "_KVM_DEVICE", Path("/dev/null"))
     monkeypatch.setattr(accel, "_host_kernel", lambda: None)
     version = probe(cache).qemu_version
     assert probe(cache).name == "tcg"
@@ -138,7 +138,7 @@ def test_without_a_kernel_earlier_results_are_used(cache: Path, monkeypatch: pyt
 
 
 def test_a_damaged_cache_is_ignored(cache: Path, template_kernel: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(accel, "_KVM", Path("/dev/null"))
+    monkeypatch.setattr(accel, "_KVM_DEVICE", Path("/dev/null"))
     for text in ("{", "[1]", '{"a": 3}'):
         cache.write_text(text)
         assert probe(cache, template_kernel, probe_seconds=0.5).qemu_version

@@ -39,7 +39,7 @@ def read_groups(pid: int) -> str:
     return Path(f"/proc/{pid}/cgroup").read_text()
 
 
-def read(groups: Cgroups, controller: str, *files: str) -> str:
+def read_limit(groups: Cgroups, controller: str, *files: str) -> str:
     """Return the contents of the first of ``files`` that exists in the machine's group."""
     hierarchy = groups._hierarchies[controller]
     for file in files:
@@ -49,17 +49,17 @@ def read(groups: Cgroups, controller: str, *files: str) -> str:
     raise AssertionError(f"none of {files} in {controller}")
 
 
-def test_place_limits_every_available_resource(groups: Cgroups, sleeper: subprocess.Popen[bytes]) -> None:
-    groups.place(ONE, sleeper.pid, memory_mb=320, cpus=2)
+def test_limit_applies_to_every_available_resource(groups: Cgroups, sleeper: subprocess.Popen[bytes]) -> None:
+    groups.limit(ONE, sleeper.pid, memory_mb=320, cpus=2)
     assert read_groups(sleeper.pid).count(f"/{groups._name}/{ONE}") >= 1
     if "memory" in groups._hierarchies:
-        assert int(read(groups, "memory", "memory.max", "memory.limit_in_bytes")) == 320 << 20
+        assert int(read_limit(groups, "memory", "memory.max", "memory.limit_in_bytes")) == 320 << 20
         assert isinstance(groups.memory_bytes(ONE), int)
     if "cpu" in groups._hierarchies:
-        assert read(groups, "cpu", "cpu.max", "cpu.cfs_quota_us").split()[0] == "125000"
-    groups.place(ONE, sleeper.pid, memory_mb=640, cpus=1)
+        assert read_limit(groups, "cpu", "cpu.max", "cpu.cfs_quota_us").split()[0] == "125000"
+    groups.limit(ONE, sleeper.pid, memory_mb=640, cpus=1)
     if "memory" in groups._hierarchies:
-        assert int(read(groups, "memory", "memory.max", "memory.limit_in_bytes")) == 640 << 20
+        assert int(read_limit(groups, "memory", "memory.max", "memory.limit_in_bytes")) == 640 << 20
     sleeper.kill()
     sleeper.wait()
     groups.remove(ONE)
@@ -72,21 +72,21 @@ def test_a_process_over_its_memory_limit_is_killed(groups: Cgroups) -> None:
     process = subprocess.Popen(
         ["python3", "-c", "input(); x = bytearray(256 << 20); x[::4096] = b'x' * len(x[::4096])"], stdin=subprocess.PIPE
     )
-    groups.place(ONE, process.pid, memory_mb=64, cpus=1)
+    groups.limit(ONE, process.pid, memory_mb=64, cpus=1)
     process.communicate(b"\n", timeout=30)
     assert process.returncode == -9
     groups.remove(ONE)
 
 
-def test_place_ignores_an_ended_process(groups: Cgroups) -> None:
-    ended = subprocess.Popen(["true"])
-    ended.wait()
-    groups.place(ONE, ended.pid, memory_mb=64, cpus=1)
+def test_limit_ignores_an_ended_process(groups: Cgroups) -> None:
+    process = subprocess.Popen(["true"])
+    process.wait()
+    groups.limit(ONE, process.pid, memory_mb=64, cpus=1)
     groups.remove(ONE)
 
 
 def test_a_busy_group_is_removed_by_a_later_call(groups: Cgroups, sleeper: subprocess.Popen[bytes]) -> None:
-    groups.place(ONE, sleeper.pid, memory_mb=64, cpus=1)
+    groups.limit(ONE, sleeper.pid, memory_mb=64, cpus=1)
     start = time.monotonic()
     groups.remove(ONE)
     assert time.monotonic() - start < 0.5
@@ -98,7 +98,7 @@ def test_a_busy_group_is_removed_by_a_later_call(groups: Cgroups, sleeper: subpr
 
 
 def test_sweep_keeps_listed_groups_and_groups_with_processes(groups: Cgroups, sleeper: subprocess.Popen[bytes]) -> None:
-    groups.place(ONE, sleeper.pid, memory_mb=64, cpus=1)
+    groups.limit(ONE, sleeper.pid, memory_mb=64, cpus=1)
     for root in groups._roots():
         (root / TWO).mkdir()
         (root / "cccccccccccc").mkdir()
@@ -119,7 +119,7 @@ def test_missing_controllers_are_logged_once(
     with caplog.at_level(logging.WARNING):
         groups = Cgroups("none", mountinfo=mountinfo)
         for _ in range(2):
-            groups.place(ONE, sleeper.pid, memory_mb=64, cpus=1)
+            groups.limit(ONE, sleeper.pid, memory_mb=64, cpus=1)
         groups.remove(ONE)
         groups.sweep(set())
     assert [record.getMessage() for record in caplog.records] == [
@@ -138,7 +138,7 @@ def test_version_2_enables_controllers_and_writes_limits(tmp_path: Path, sleeper
         (group / "cgroup.subtree_control").write_text("")
     mountinfo = tmp_path / "mountinfo"
     mountinfo.write_text(f"30 23 0:26 / {mount} rw,nosuid shared:4 - cgroup2 cgroup2 rw,nsdelegate\n")
-    Cgroups("two", mountinfo=mountinfo).place(ONE, sleeper.pid, memory_mb=128, cpus=1)
+    Cgroups("two", mountinfo=mountinfo).limit(ONE, sleeper.pid, memory_mb=128, cpus=1)
     assert (mount / "cgroup.subtree_control").read_text().startswith("+")
     assert (root / "cgroup.subtree_control").read_text().startswith("+")
     group = root / ONE

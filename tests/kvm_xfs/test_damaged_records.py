@@ -36,8 +36,8 @@ class RestartableGateway:
     def root(self) -> Path:
         return self.config.host.state_root
 
-    def quarantined(self, kind: str) -> Path:
-        """Return the path of the only object of a kind in quarantine."""
+    def quarantine_path(self, kind: str) -> Path:
+        """Return the path of the only quarantined object of a kind."""
         (path,) = (self.root / ".damaged").glob(f"{kind}-*")
         return path
 
@@ -51,7 +51,7 @@ def gateway(kvm_xfs_world: KvmXfsWorld) -> Iterator[RestartableGateway]:
     kvm_xfs_world.forget(gateway.config)
 
 
-def read(live: Live, path: str) -> str:
+def read_file(live: Live, path: str) -> str:
     return live.shell("box", f"cat {path} 2>/dev/null || true").strip()
 
 
@@ -71,19 +71,19 @@ def test_a_sandbox_saved_while_its_volume_is_damaged_keeps_the_mount(gateway: Re
     assert live.engine.volumes.list() == []
     live.do(live.engine.sandboxes.update("box", metadata={"saved": "again"}))
     live.do(live.engine.sandboxes.resume("box"))
-    assert read(live, "/data/file") == ""
+    assert read_file(live, "/data/file") == ""
     live.do(live.engine.sandboxes.pause("box"))
     live.close()
-    gateway.quarantined("volumes").rename(manifest.parent)
+    gateway.quarantine_path("volumes").rename(manifest.parent)
     manifest.write_text(record)
     (gateway.root / "image").rename(image)
     live = gateway.live = gateway.open()
     assert [(each.volume, each.path) for each in live.sandbox("box").mounts] == [(volume.id, "/data")]
     live.do(live.engine.sandboxes.resume("box"))
-    assert read(live, "/data/file") == "kept"
+    assert read_file(live, "/data/file") == "kept"
 
 
-def test_a_gateway_that_refuses_newer_records_leaves_its_machines_alone(gateway: RestartableGateway) -> None:
+def test_a_gateway_that_refuses_newer_records_keeps_its_machines_running(gateway: RestartableGateway) -> None:
     live = gateway.live
     live.do(live.engine.forks.create(TEMPLATE, ForkSpec(names=["box"])))
     live.do(live.engine.snapshots.create("box", name="mark"))
@@ -118,15 +118,15 @@ def test_detach_removes_a_missing_volume_by_its_id(gateway: RestartableGateway) 
 
 
 def test_collector_keeps_the_volume_and_the_capture_of_a_damaged_sandbox(gateway: RestartableGateway) -> None:
-    """The sandbox has its own clone of a volume, which is normally removed with its last sandbox, and a capture to
-    resume from.
+    """The sandbox has a capture to resume from, and its own clone of a volume, which is normally removed with the
+    sandbox.
     """
     live = gateway.live
     live.do(live.engine.volumes.create("data", size_mb=64))
     live.do(live.engine.forks.create(TEMPLATE, ForkSpec(names=["source"], mounts=[MountSpec("data", "/data")])))
     snapshot = live.do(live.engine.snapshots.create("source", volumes=["data"]))
-    own_mount = MountSpec("data", "/own", clone=True)
-    (box,) = live.do(live.engine.forks.fork(snapshot.id, ForkSpec(names=["box"], mounts=[own_mount])))
+    clone_mount = MountSpec("data", "/own", clone=True)
+    (box,) = live.do(live.engine.forks.fork(snapshot.id, ForkSpec(names=["box"], mounts=[clone_mount])))
     live.shell("box", "echo kept >/own/file && sync")
     live.do(live.engine.sandboxes.pause("box"))
     manifest = gateway.root / "sandboxes" / box.id / "manifest.json"
@@ -139,9 +139,9 @@ def test_collector_keeps_the_volume_and_the_capture_of_a_damaged_sandbox(gateway
     live = gateway.restart()
     assert [each.name for each in live.engine.sandboxes.list()] == []
     live.close()
-    gateway.quarantined("sandboxes").rename(manifest.parent)
+    gateway.quarantine_path("sandboxes").rename(manifest.parent)
     manifest.write_text(record)
     live = gateway.live = gateway.open()
     live.do(live.engine.sandboxes.resume("box"))
     eventually(lambda: live.sandbox("box").state is SandboxState.RUNNING)
-    assert read(live, "/own/file") == "kept"
+    assert read_file(live, "/own/file") == "kept"

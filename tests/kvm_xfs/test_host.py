@@ -52,11 +52,11 @@ def test_a_snapshot_of_another_platform_is_refused_with_a_remedy(kvm_xfs_world: 
     live.engine.index.snapshots[snapshot.id].host["platform"]["qemu_version"] = "1.0"
     with pytest.raises(Unsupported, match=r"qemu version '1.0'.*coldStart"):
         live.do(live.engine.forks.create("foreign", ForkSpec()))
-    cold = live.do(live.engine.forks.create("foreign", ForkSpec(cold_start=True)))
+    cold_fork = live.do(live.engine.forks.create("foreign", ForkSpec(cold_start=True)))
     # The boot handles only a few devices with udev, but the device files that programs need exist.
-    assert live.shell(cold.id, "systemctl is-system-running --wait", timeout=120).strip() == "running"
-    assert live.shell(cold.id, "stat --format %a:%G /dev/fuse /dev/vda").split() == ["666:root", "660:disk"]
-    assert "/dev/vda" in live.shell(cold.id, "readlink -f /dev/disk/by-label/root /dev/rtc")
+    assert live.shell(cold_fork.id, "systemctl is-system-running --wait", timeout=120).strip() == "running"
+    assert live.shell(cold_fork.id, "stat --format %a:%G /dev/fuse /dev/vda").split() == ["666:root", "660:disk"]
+    assert "/dev/vda" in live.shell(cold_fork.id, "readlink -f /dev/disk/by-label/root /dev/rtc")
 
 
 def test_capture_without_a_pagemap_copies_the_whole_memory(live: Live, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -143,17 +143,17 @@ def small_gateway(kvm_xfs_world: KvmXfsWorld, tmp_path: Path) -> Iterator[Live]:
 
 
 def fill(root: Path, free_bytes: int) -> None:
-    """Use all space of a file system except ``free_bytes``, with the file ``filler``."""
+    """Create the file ``filler``, which fills the file system except for ``free_bytes``."""
     status = os.statvfs(root)
     size = status.f_bavail * status.f_frsize - free_bytes
     subprocess.run(["fallocate", "-l", str(size), str(root / "filler")], check=True, timeout=60)
 
 
 def test_a_second_gateway_with_the_same_network_names_is_refused(kvm_xfs_world: KvmXfsWorld, live: Live) -> None:
-    other = kvm_xfs_world.config(network=live.config.network.model_dump())
+    other_config = kvm_xfs_world.config(network=live.config.network.model_dump())
     with pytest.raises(Conflict, match="another gateway on this machine uses the network prefix"):
-        start_and_stop(other)
-    shutil.rmtree(other.host.state_root)
+        start_and_stop(other_config)
+    shutil.rmtree(other_config.host.state_root)
 
 
 def test_capture_on_a_full_disk_fails_and_cleans_up(kvm_xfs_world: KvmXfsWorld, small_gateway: Live) -> None:
@@ -170,7 +170,7 @@ def test_capture_on_a_full_disk_fails_and_cleans_up(kvm_xfs_world: KvmXfsWorld, 
     small_gateway.do(small_gateway.engine.snapshots.create("one", name="big"))
 
 
-def test_a_machine_that_stalled_on_a_full_disk_says_so_and_continues(small_gateway: Live) -> None:
+def test_a_machine_that_stalled_on_a_full_disk_is_reported_and_continues(small_gateway: Live) -> None:
     live = small_gateway
     live.do(live.engine.forks.create(TEMPLATE, ForkSpec(names=["one"])))
     root = live.config.host.state_root
@@ -185,31 +185,33 @@ def test_a_machine_that_stalled_on_a_full_disk_says_so_and_continues(small_gatew
     assert live.sandbox("one").state is SandboxState.RUNNING
 
 
-def test_the_reserve_of_the_disk_is_kept_free(kvm_xfs_world: KvmXfsWorld, small_gateway: Live) -> None:
+def test_operations_that_would_use_the_disk_reserve_are_refused(
+    kvm_xfs_world: KvmXfsWorld, small_gateway: Live
+) -> None:
     live = small_gateway
     live.do(live.engine.forks.create(TEMPLATE, ForkSpec(names=["one"])))
     config = live.config
     live.close()
     limits = {**config.limits.model_dump(), "free_disk_mb": 100}
-    strict = Live(KvmXfsHost(config), config.model_copy(update={"limits": type(config.limits)(**limits)}))
+    strict_gateway = Live(KvmXfsHost(config), config.model_copy(update={"limits": type(config.limits)(**limits)}))
     try:
         before = kvm_xfs_world.traces(config)
         fill(config.host.state_root, 90 << 20)
         for attempt in (
-            strict.engine.forks.create(TEMPLATE, ForkSpec()),
-            strict.engine.forks.clone("one", ForkSpec()),
-            strict.engine.snapshots.create("one", name="more"),
+            strict_gateway.engine.forks.create(TEMPLATE, ForkSpec()),
+            strict_gateway.engine.forks.clone("one", ForkSpec()),
+            strict_gateway.engine.snapshots.create("one", name="more"),
         ):
             with pytest.raises(NoSpace, match=r"less than 100 MiB of disk space free: the host has [89]"):
-                strict.do(attempt)
+                strict_gateway.do(attempt)
         assert kvm_xfs_world.traces(config) == before
     finally:
         (config.host.state_root / "filler").unlink(missing_ok=True)
-        strict.remove_all()
-        strict.close()
+        strict_gateway.remove_all()
+        strict_gateway.close()
 
 
-def test_a_guest_that_reboots_pauses_its_sandbox(live: Live) -> None:
+def test_a_reboot_of_the_guest_pauses_the_sandbox(live: Live) -> None:
     live.do(live.engine.forks.create(TEMPLATE, ForkSpec(names=["one"])))
     live.shell("one", "(sleep 0.2; echo b >/proc/sysrq-trigger) >/dev/null 2>&1 &")
     eventually(lambda: live.sandbox("one").state is SandboxState.PAUSED)

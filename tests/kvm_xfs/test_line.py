@@ -20,7 +20,7 @@ def live(kvm_xfs_world: KvmXfsWorld) -> Iterator[Live]:
 
 
 @pytest.fixture
-def connections(monkeypatch: pytest.MonkeyPatch) -> list[float]:
+def connection_times(monkeypatch: pytest.MonkeyPatch) -> list[float]:
     """The times at which the gateway connected to an agent over the network to send its identity."""
     times: list[float] = []
     original = AgentClient._connect_when_ready
@@ -33,9 +33,9 @@ def connections(monkeypatch: pytest.MonkeyPatch) -> list[float]:
     return times
 
 
-def test_forks_of_forks_receive_their_identity_over_the_line(live: Live, connections: list[float]) -> None:
-    """Each fork is captured immediately, before its agent can answer. So its own forks get their identity during the
-    exchange between the gateway and that agent.
+def test_forks_of_forks_receive_their_identity_over_the_line(live: Live, connection_times: list[float]) -> None:
+    """Each fork is captured immediately, before its agent can answer. So the next fork gets its identity while the
+    gateway and that agent still exchange messages.
     """
     source = live.do(live.engine.forks.create(TEMPLATE, ForkSpec(names=["first"], env={"WHO": "first"})))
     for name in ("second", "third"):
@@ -43,18 +43,18 @@ def test_forks_of_forks_receive_their_identity_over_the_line(live: Live, connect
         source = live.do(live.engine.forks.create(snapshot.id, ForkSpec(names=[name], env={"WHO": name})))
     for name in ("first", "second", "third"):
         assert live.shell(name, "echo $WHO $(hostname)").split() == [name, name]
-    assert connections == []
+    assert connection_times == []
     live.remove_all()
 
 
-def test_a_long_identity_is_sent_over_the_network(live: Live, connections: list[float]) -> None:
+def test_a_long_identity_is_sent_over_the_network(live: Live, connection_times: list[float]) -> None:
     live.do(live.engine.forks.create(TEMPLATE, ForkSpec(names=["long"], env={"LONG": "x" * 5000})))
     assert len(live.shell("long", "echo $LONG").strip()) == 5000
-    assert connections
+    assert connection_times
     live.remove_all()
 
 
-def test_forks_have_a_line_even_if_the_source_has_none(live: Live, connections: list[float]) -> None:
+def test_forks_have_a_line_even_if_the_source_has_none(live: Live, connection_times: list[float]) -> None:
     """This happens if the gateway restarts: it adopts the running machine, but has no line to it."""
     source = live.do(live.engine.forks.create(TEMPLATE, ForkSpec(names=["source"])))
     machine, _ = live.engine.host._machines.require_running(source)  # type: ignore[attr-defined]
@@ -65,12 +65,12 @@ def test_forks_have_a_line_even_if_the_source_has_none(live: Live, connections: 
     for name in ("one", "two"):
         live.do(live.engine.forks.create(snapshot.id, ForkSpec(names=[name], env={"WHO": name})))
         assert live.shell(name, "echo $WHO").strip() == name
-    assert connections == []
+    assert connection_times == []
     live.remove_all()
 
 
 def test_a_machine_that_does_not_read_the_line_gets_its_identity_over_the_network(
-    live: Live, connections: list[float]
+    live: Live, connection_times: list[float]
 ) -> None:
     live.do(live.engine.forks.create(TEMPLATE, ForkSpec(names=["source"])))
     # Only the agent can open the port. Unbinding the driver removes the port.
@@ -80,6 +80,6 @@ def test_a_machine_that_does_not_read_the_line_gets_its_identity_over_the_networ
     assert snapshot.host["line"] is False
     start = time.monotonic()
     live.do(live.engine.forks.create(snapshot.id, ForkSpec(names=["fork"], env={"WHO": "fork"})))
-    assert connections and connections[0] - start < 2, "the gateway waited for an answer over the line"
+    assert connection_times and connection_times[0] - start < 2, "the gateway waited for an answer over the line"
     assert live.shell("fork", "echo $WHO").strip() == "fork"
     live.remove_all()

@@ -22,9 +22,9 @@ from sandbox_gateway.records import Memory, Snapshot
 from tests.support.live import Live
 from tests.support.worlds import TEMPLATE, KvmXfsWorld
 
-CAPTURES = int(os.environ.get("GROVE_TEST_CAPTURES", "8"))
+CAPTURE_COUNT = int(os.environ.get("GROVE_TEST_CAPTURES", "8"))
 """The number of captures in each mode."""
-WRITER = """
+WRITER_PROGRAM = """
 import os, mmap, time
 os.nice(10)
 blob = mmap.mmap(-1, 24 << 20)
@@ -87,13 +87,13 @@ def recorder(monkeypatch: pytest.MonkeyPatch) -> MemoryRecorder:
     return MemoryRecorder(monkeypatch)
 
 
-def image_of(live: Live, snapshot: Snapshot) -> Path:
+def memory_image(live: Live, snapshot: Snapshot) -> Path:
     return live.config.host.state_root / "snapshots" / snapshot.id / "memory.img"
 
 
 @pytest.fixture
-def without_live(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Copy all memory in one stop. On a slow machine, a guest may write enough between two captures for a live one."""
+def disable_live_captures(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Copy all memory in one stop, even if the guest writes many pages between two captures, as on a slow machine."""
     monkeypatch.setattr(capture, "LIVE_BYTES", 1 << 40)
 
 
@@ -102,7 +102,7 @@ def capture_source(live: Live) -> Snapshot:
 
 
 def start_writer(live: Live) -> None:
-    live.shell("source", f"cat >/root/writer.py <<'END'\n{WRITER}\nEND")
+    live.shell("source", f"cat >/root/writer.py <<'END'\n{WRITER_PROGRAM}\nEND")
     live.shell(
         "source",
         "setsid python3 /root/writer.py </dev/null >/root/writer.log 2>&1 & sleep 1; ! test -s /root/writer.log",
@@ -127,12 +127,12 @@ def test_captured_image_equals_the_memory(
     if expected is Memory.SOFT_DIRTY and not listing.has_soft_dirty():
         pytest.skip("this kernel has no soft-dirty bits")
     start_writer(live)
-    for number in range(CAPTURES):
+    for number in range(CAPTURE_COUNT):
         live.shell("source", f"sleep {random.random() / 5:.3f}")
         snapshot = capture_source(live)
         has_nothing_to_compare = number == 0 and expected is Memory.COMPARE
         assert snapshot.memory is (Memory.INCREMENTAL if has_nothing_to_compare else expected), snapshot.host
-        assert recorder.differences(image_of(live, snapshot)) == []
+        assert recorder.differences(memory_image(live, snapshot)) == []
         assert "degraded" not in snapshot.host
         live.do(live.engine.snapshots.delete(snapshot.id))
 
@@ -143,11 +143,11 @@ def test_image_of_a_live_capture_equals_the_memory(
     monkeypatch.setattr(capture, "LIVE_BYTES", 256 << 10)
     start_writer(live)
     stop_counts = []
-    for _ in range(CAPTURES):
+    for _ in range(CAPTURE_COUNT):
         live.shell("source", f"sleep {random.random() / 5:.3f}")
         snapshot = capture_source(live)
         assert snapshot.memory is Memory.LIVE, snapshot.host
-        assert recorder.differences(image_of(live, snapshot)) == []
+        assert recorder.differences(memory_image(live, snapshot)) == []
         stop_counts.append(len(snapshot.host["stops_ms"]))
         live.do(live.engine.snapshots.delete(snapshot.id))
     assert max(stop_counts) >= 2
@@ -166,7 +166,7 @@ def test_fork_has_the_memory_of_the_capture(live: Live, source: str) -> None:
         live.do(live.engine.sandboxes.delete(fork.id))
 
 
-def test_capture_writes_only_changed_pages(live: Live, source: str, without_live: None) -> None:
+def test_capture_writes_only_changed_pages(live: Live, source: str, disable_live_captures: None) -> None:
     live.shell("source", "head -c 60000000 /dev/urandom >/dev/shm/blob")
     capture_source(live)
     sizes = []
@@ -180,30 +180,30 @@ def test_capture_writes_only_changed_pages(live: Live, source: str, without_live
 Failure = Callable[[pytest.MonkeyPatch], None]
 
 
-def fail_to_write(monkeypatch: pytest.MonkeyPatch) -> None:
+def make_writes_fail(monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(*_: object) -> None:
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr("sandbox_gateway.hosts.kvm_xfs.memory.copying._write_all", refuse)
 
 
-def fail_to_save_devices(monkeypatch: pytest.MonkeyPatch) -> None:
+def make_device_save_fail(monkeypatch: pytest.MonkeyPatch) -> None:
     async def refuse(*_: object) -> None:
         raise BackendFailed("no device state")
 
     monkeypatch.setattr(Machine, "save_devices", refuse)
 
 
-def fail_to_complete(monkeypatch: pytest.MonkeyPatch) -> None:
+def make_completion_fail(monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(*_: object) -> None:
         raise OSError(5, "Input/output error")
 
     monkeypatch.setattr(Window, "complete", refuse)
 
 
-@pytest.mark.parametrize("failure", [fail_to_write, fail_to_save_devices, fail_to_complete])
+@pytest.mark.parametrize("failure", [make_writes_fail, make_device_save_fail, make_completion_fail])
 def test_capture_after_a_failed_capture_is_complete(
-    live: Live, source: str, recorder: MemoryRecorder, without_live: None, failure: Failure
+    live: Live, source: str, recorder: MemoryRecorder, disable_live_captures: None, failure: Failure
 ) -> None:
     start_writer(live)
     capture_source(live)
@@ -214,7 +214,7 @@ def test_capture_after_a_failed_capture_is_complete(
                 capture_source(live)
     snapshot = capture_source(live)
     assert snapshot.memory is Memory.WRITTEN
-    assert recorder.differences(image_of(live, snapshot)) == []
+    assert recorder.differences(memory_image(live, snapshot)) == []
 
 
 def machine_directory(live: Live) -> Path:
@@ -250,10 +250,10 @@ def test_capture_does_not_use_a_damaged_base(
     damage(machine_directory(live) / "memory.last")
     snapshot = capture_source(live)
     assert reason in snapshot.host["degraded"]
-    assert recorder.differences(image_of(live, snapshot)) == []
-    following = capture_source(live)
-    assert (following.memory, "degraded" in following.host) == (Memory.WRITTEN, False)
-    assert recorder.differences(image_of(live, following)) == []
+    assert recorder.differences(memory_image(live, snapshot)) == []
+    next_snapshot = capture_source(live)
+    assert (next_snapshot.memory, "degraded" in next_snapshot.host) == (Memory.WRITTEN, False)
+    assert recorder.differences(memory_image(live, next_snapshot)) == []
 
 
 def test_gateway_ignores_marks_if_the_last_gateway_ended_during_a_capture(
@@ -266,7 +266,7 @@ def test_gateway_ignores_marks_if_the_last_gateway_ended_during_a_capture(
     start_writer(live)
     capture_source(live)
     with pytest.MonkeyPatch.context() as patch:
-        fail_to_write(patch)
+        make_writes_fail(patch)
         with pytest.raises(GatewayError):
             capture_source(live)
     live.close()
@@ -274,7 +274,7 @@ def test_gateway_ignores_marks_if_the_last_gateway_ended_during_a_capture(
     first, second = capture_source(live), capture_source(live)
     assert (first.memory, first.host["degraded"]) == (Memory.COMPARE, "an earlier capture was interrupted")
     assert (second.memory, "degraded" in second.host) == (Memory.WRITTEN, False)
-    assert recorder.differences(image_of(live, second)) == []
+    assert recorder.differences(memory_image(live, second)) == []
     live.remove_all()
     live.close()
     kvm_xfs_world.forget(config)
@@ -291,4 +291,4 @@ def test_capture_without_a_tracker_uses_the_next_best_mode(
     snapshot = capture_source(live)
     assert snapshot.memory in (Memory.SOFT_DIRTY, Memory.COMPARE)
     assert "not permitted" in snapshot.host["degraded"]
-    assert recorder.differences(image_of(live, snapshot)) == []
+    assert recorder.differences(memory_image(live, snapshot)) == []

@@ -48,11 +48,11 @@ pytestmark = pytest.mark.usefixtures("need_root")
 T = TypeVar("T")
 OPEN = NetworkPolicy()
 CLOSED = NetworkPolicy(allow_internet=False)
-METADATA = "100.100.100.200"
-METADATA_SERVICES = (METADATA, "169.254.169.254", "168.63.129.16", "192.0.0.192")
+METADATA_ADDRESS = "100.100.100.200"
+METADATA_SERVICES = (METADATA_ADDRESS, "169.254.169.254", "168.63.129.16", "192.0.0.192")
 """Metadata services of Alibaba Cloud, most clouds, Azure, and Oracle Cloud."""
-NOBODY = 65534
-REFUSED = (ConnectionError, OSError)
+NOBODY_UID = 65534
+CONNECTION_ERRORS = (ConnectionError, OSError)
 _libc = ctypes.CDLL(None, use_errno=True)
 
 
@@ -111,11 +111,11 @@ class NetworkNamespace:
     def can_reach(self, address: str, port: int, *, timeout: float = 0.8) -> bool:
         """Return whether a connection succeeds.
 
-        If it should, pass a longer ``timeout``: a lost first packet is sent again only after a second.
+        If you expect success, pass a longer ``timeout``: a lost first packet is sent again only after a second.
         """
         try:
             self.connect(address, port, timeout=timeout).close()
-        except REFUSED:
+        except CONNECTION_ERRORS:
             return False
         return True
 
@@ -124,7 +124,7 @@ class NetworkNamespace:
 
 
 class Guest(NetworkNamespace):
-    """A machine on a slot's tap. Like a fork, ``attach`` moves it to another slot without its notice."""
+    """A machine on a slot's tap. Like a fork, ``attach`` moves it to another slot, which it does not notice."""
 
     def __init__(self, slot: Slot) -> None:
         super().__init__(slot.name.replace("-", "g"))
@@ -222,8 +222,8 @@ class World:
         self._namespaces.append(machine := OutsideMachine(self.prefix, self.network.subnet))
         return machine
 
-    def keep(self, endpoint: socket.socket) -> socket.socket:
-        """Return ``endpoint``, which ``end`` closes."""
+    def close_at_end(self, endpoint: socket.socket) -> socket.socket:
+        """Register ``endpoint``, so that ``end`` closes it, and return it."""
         self._sockets.append(endpoint)
         return endpoint
 
@@ -238,13 +238,13 @@ class World:
 async def world(*, ready: int = 0, **settings: Any) -> AsyncIterator[World]:
     network = Network(**{**session.network(), "pool": ready, **settings})
     pool = SlotPool(network)
-    surroundings = World(pool, network)
+    environment = World(pool, network)
     await pool.open(set())
     try:
         async with asyncio.timeout(60):
-            yield surroundings
+            yield environment
     finally:
-        surroundings.end()
+        environment.end()
         await pool.destroy()
         assert traces(network.prefix) == []
         assert not has_address(volume_address(network))
@@ -283,14 +283,14 @@ async def test_the_host_reaches_every_port_of_the_guest() -> None:
         slot = await w.pool.take(OPEN)
         guest = w.guest(slot)
         for port in (22, 8000, AGENT_PORT):
-            server = w.keep(guest.listen(port))
-            client = w.keep(await connect(slot.host_address, port))
+            server = w.close_at_end(guest.listen(port))
+            client = w.close_at_end(await connect(slot.host_address, port))
             accepted, peer = server.accept()
             client.sendall(b"ping")
-            assert w.keep(accepted).recv(4) == b"ping"
+            assert w.close_at_end(accepted).recv(4) == b"ping"
             assert peer[0] == GATEWAY_ADDRESS
-        server = w.keep(guest.listen(5300, socket.SOCK_DGRAM))
-        client = w.keep(socket.socket(socket.AF_INET, socket.SOCK_DGRAM))
+        server = w.close_at_end(guest.listen(5300, socket.SOCK_DGRAM))
+        client = w.close_at_end(socket.socket(socket.AF_INET, socket.SOCK_DGRAM))
         client.settimeout(20)
         client.sendto(b"ping", (slot.host_address, 5300))
         data, sender = server.recvfrom(10)
@@ -303,16 +303,16 @@ async def test_only_the_gateway_reaches_agents() -> None:
         slot = await w.pool.take(OPEN)
         guest = w.guest(slot)
         for port in (8000, AGENT_PORT, CODE_PORT):
-            w.keep(guest.listen(port))
-        assert connects_as(NOBODY, slot.host_address, 8000)
-        assert not connects_as(NOBODY, slot.host_address, AGENT_PORT)
-        assert not connects_as(NOBODY, slot.host_address, CODE_PORT)
+            w.close_at_end(guest.listen(port))
+        assert can_connect_as(NOBODY_UID, slot.host_address, 8000)
+        assert not can_connect_as(NOBODY_UID, slot.host_address, AGENT_PORT)
+        assert not can_connect_as(NOBODY_UID, slot.host_address, CODE_PORT)
         for port in (AGENT_PORT, CODE_PORT):
-            assert not connects_as(0, slot.host_address, port), "root can connect without the mark"
-            w.keep(await connect(slot.host_address, port))
+            assert not can_connect_as(0, slot.host_address, port), "root can connect without the mark"
+            w.close_at_end(await connect(slot.host_address, port))
 
 
-def connects_as(uid: int, address: str, port: int) -> bool:
+def can_connect_as(uid: int, address: str, port: int) -> bool:
     program = f"import socket; socket.create_connection(({address!r}, {port}), 20)"
     return run_python_as(uid, program).returncode == 0
 
@@ -327,10 +327,10 @@ async def test_the_guest_reaches_the_outside_from_the_hosts_address() -> None:
     async with world() as w:
         guest = w.guest(await w.pool.take(OPEN))
         outside = w.outside_machine()
-        server = w.keep(outside.listen(443))
-        client = w.keep(guest.connect(outside.address, 443))
+        server = w.close_at_end(outside.listen(443))
+        client = w.close_at_end(guest.connect(outside.address, 443))
         accepted, peer = server.accept()
-        w.keep(accepted).sendall(b"hello")
+        w.close_at_end(accepted).sendall(b"hello")
         assert client.recv(5) == b"hello"
         assert peer[0] == outside.host_address
         assert client.getsockname()[0] == GUEST_ADDRESS
@@ -341,9 +341,9 @@ async def test_host_services_and_other_sandboxes_are_unreachable() -> None:
         slot, other = await w.pool.take(OPEN), await w.pool.take(NetworkPolicy(allow_out=["0.0.0.0/0"]))
         guest, neighbour = w.guest(slot), w.guest(other)
         outside = w.outside_machine()
-        w.keep(listen(48123))
-        w.keep(guest.listen(48124))
-        w.keep(neighbour.listen(48124))
+        w.close_at_end(listen(48123))
+        w.close_at_end(guest.listen(48124))
+        w.close_at_end(neighbour.listen(48124))
         assert not guest.can_reach(slot.veth_address, 48123)
         assert not guest.can_reach(GATEWAY_ADDRESS, 48123)
         assert not guest.can_reach(outside.host_address, 48123)
@@ -370,7 +370,7 @@ async def test_the_policy_is_enforced(policy: NetworkPolicy, reached: bool) -> N
     async with world() as w:
         guest = w.guest(await w.pool.take(policy))
         outside = w.outside_machine()
-        w.keep(outside.listen(80))
+        w.close_at_end(outside.listen(80))
         for _ in range(1 if reached else 8):
             assert guest.can_reach(outside.address, 80, timeout=20 if reached else 0.8) is reached
         if not reached:
@@ -378,16 +378,16 @@ async def test_the_policy_is_enforced(policy: NetworkPolicy, reached: bool) -> N
                 guest.connect(outside.address, 80)
 
 
-async def test_a_new_policy_applies_to_open_connections_except_the_hosts() -> None:
+async def test_a_new_policy_applies_to_open_connections_except_those_of_the_host() -> None:
     async with world() as w:
         slot = await w.pool.take(OPEN)
         guest = w.guest(slot)
         outside = w.outside_machine()
-        server, service = w.keep(outside.listen(80)), w.keep(guest.listen(8000))
-        outbound = w.keep(guest.connect(outside.address, 80))
-        outside_end = w.keep(server.accept()[0])
-        inbound = w.keep(socket.create_connection((slot.host_address, 8000), 20))
-        guest_end = w.keep(service.accept()[0])
+        server, service = w.close_at_end(outside.listen(80)), w.close_at_end(guest.listen(8000))
+        outbound = w.close_at_end(guest.connect(outside.address, 80))
+        outside_end = w.close_at_end(server.accept()[0])
+        inbound = w.close_at_end(socket.create_connection((slot.host_address, 8000), 20))
+        guest_end = w.close_at_end(service.accept()[0])
         outside_end.settimeout(0.6)
 
         await w.pool.apply(slot, CLOSED)
@@ -404,19 +404,19 @@ async def test_a_new_policy_applies_to_open_connections_except_the_hosts() -> No
 
 
 async def test_metadata_services_are_reachable_only_if_a_policy_lists_them() -> None:
-    async with world(dns=[METADATA]) as w:
+    async with world(dns=[METADATA_ADDRESS]) as w:
         slot = await w.pool.take(OPEN)
         guest = w.guest(slot)
         outside = w.outside_machine()
         for port in (80, 53):
-            w.keep(outside.listen(port))
-        assert not guest.can_reach(METADATA, 80)
+            w.close_at_end(outside.listen(port))
+        assert not guest.can_reach(METADATA_ADDRESS, 80)
         assert not guest.can_reach("169.254.169.254", 80)
-        assert guest.can_reach(METADATA, 53, timeout=20), "the name server of some clouds has this address"
-        await w.pool.apply(slot, NetworkPolicy(allow_out=[METADATA]))
-        assert guest.can_reach(METADATA, 80, timeout=20)
+        assert guest.can_reach(METADATA_ADDRESS, 53, timeout=20), "the name server of some clouds has this address"
+        await w.pool.apply(slot, NetworkPolicy(allow_out=[METADATA_ADDRESS]))
+        assert guest.can_reach(METADATA_ADDRESS, 80, timeout=20)
         await w.pool.apply(slot, CLOSED)
-        assert not guest.can_reach(METADATA, 53)
+        assert not guest.can_reach(METADATA_ADDRESS, 53)
 
 
 async def test_packets_with_a_forged_source_address_are_dropped() -> None:
@@ -424,7 +424,7 @@ async def test_packets_with_a_forged_source_address_are_dropped() -> None:
         slot = await w.pool.take(OPEN)
         guest = w.guest(slot)
         outside = w.outside_machine()
-        server = w.keep(outside.listen(5000, socket.SOCK_DGRAM))
+        server = w.close_at_end(outside.listen(5000, socket.SOCK_DGRAM))
         guest.run_ip("address", "add", "10.99.99.99/32", "dev", "eth0")
         guest.run_ip("-6", "address", "add", "fd99::1/64", "dev", "eth0", "nodad")
 
@@ -439,10 +439,10 @@ async def test_packets_with_a_forged_source_address_are_dropped() -> None:
         server.settimeout(0.3)
         with pytest.raises(TimeoutError):
             server.recvfrom(20)
-        assert run_inside(slot.path, lambda: read_ipv6_switch(slot.tap)) in ("1", ""), "IPv6 is enabled in the slot"
+        assert run_inside(slot.path, lambda: read_disable_ipv6(slot.tap)) in ("1", ""), "IPv6 is enabled in the slot"
 
 
-def read_ipv6_switch(name: str) -> str:
+def read_disable_ipv6(name: str) -> str:
     with contextlib.suppress(FileNotFoundError):
         return Path(f"/proc/sys/net/ipv6/conf/{name}/disable_ipv6").read_text().strip()
     return ""
@@ -453,9 +453,9 @@ async def test_connections_that_a_fork_inherited_are_reset() -> None:
         first, second = await w.pool.take(OPEN), await w.pool.take(OPEN)
         guest = w.guest(first)
         outside = w.outside_machine()
-        server = w.keep(outside.listen(80))
-        client = w.keep(guest.connect(outside.address, 80))
-        w.keep(server.accept()[0])
+        server = w.close_at_end(outside.listen(80))
+        client = w.close_at_end(guest.connect(outside.address, 80))
+        w.close_at_end(server.accept()[0])
         guest.attach(second)
         start = time.monotonic()
         client.sendall(b"x")
@@ -477,7 +477,7 @@ def change_access(network: Network, action: str, slot: Slot, port: int) -> None:
 def serve(w: World, port: int) -> socket.socket:
     server = run_inside(volume_namespace(w.network), lambda: socket.create_server((volume_address(w.network), port)))
     server.settimeout(20)
-    return w.keep(server)
+    return w.close_at_end(server)
 
 
 @pytest.mark.parametrize("policy", [OPEN, CLOSED])
@@ -488,9 +488,9 @@ async def test_only_permitted_sandboxes_reach_a_volume_port(policy: NetworkPolic
         port, next_port = VOLUME_PORTS[-1], VOLUME_PORTS[-1] + 1
         server, _ = serve(w, port), serve(w, next_port)
         change_access(w.network, "add", slot, port)
-        client = w.keep(guest.connect(GATEWAY_ADDRESS, port))
+        client = w.close_at_end(guest.connect(GATEWAY_ADDRESS, port))
         accepted, peer = server.accept()
-        w.keep(accepted).sendall(b"hello")
+        w.close_at_end(accepted).sendall(b"hello")
         assert client.recv(5) == b"hello"
         assert peer[0] == slot.host_address
         assert not guest.can_reach(GATEWAY_ADDRESS, next_port)
@@ -506,8 +506,8 @@ async def test_revoking_volume_access_disconnects_the_sandbox_immediately() -> N
         guest = w.guest(slot)
         server = serve(w, VOLUME_PORTS[0])
         change_access(w.network, "add", slot, VOLUME_PORTS[0])
-        client = w.keep(guest.connect(GATEWAY_ADDRESS, VOLUME_PORTS[0]))
-        accepted = w.keep(server.accept()[0])
+        client = w.close_at_end(guest.connect(GATEWAY_ADDRESS, VOLUME_PORTS[0]))
+        accepted = w.close_at_end(server.accept()[0])
         accepted.settimeout(0.6)
         change_access(w.network, "delete", slot, VOLUME_PORTS[0])
         client.sendall(b"secret")
@@ -525,17 +525,17 @@ async def test_a_fork_reconnects_to_its_volume() -> None:
         server = serve(w, VOLUME_PORTS[0])
         for slot in (first, second):
             change_access(w.network, "add", slot, VOLUME_PORTS[0])
-        client = w.keep(guest.connect(GATEWAY_ADDRESS, VOLUME_PORTS[0]))
-        w.keep(server.accept()[0])
+        client = w.close_at_end(guest.connect(GATEWAY_ADDRESS, VOLUME_PORTS[0]))
+        w.close_at_end(server.accept()[0])
         guest.attach(second)
         start = time.monotonic()
         client.sendall(b"x")
         with pytest.raises(ConnectionResetError):
             client.recv(1)
         assert time.monotonic() - start < 1
-        w.keep(guest.connect(GATEWAY_ADDRESS, VOLUME_PORTS[0]))
+        w.close_at_end(guest.connect(GATEWAY_ADDRESS, VOLUME_PORTS[0]))
         accepted, peer = server.accept()
-        w.keep(accepted)
+        w.close_at_end(accepted)
         assert peer[0] == second.host_address
 
 
@@ -545,14 +545,14 @@ async def test_only_the_gateway_and_sandboxes_reach_volume_servers() -> None:
         address = volume_address(w.network)
         serve(w, VOLUME_PORTS[0])
         outside.run_ip("route", "add", f"{address}/32", "via", outside.host_address)
-        w.keep(listen(48125))
+        w.close_at_end(listen(48125))
         assert outside.can_reach(outside.host_address, 48125, timeout=20), (
             "the outside machine cannot reach the host at all"
         )
         assert not outside.can_reach(address, VOLUME_PORTS[0])
-        assert not connects_as(NOBODY, address, VOLUME_PORTS[0])
-        assert not connects_as(0, address, VOLUME_PORTS[0])
-        w.keep(await connect(address, VOLUME_PORTS[0]))  # The gateway queries the servers.
+        assert not can_connect_as(NOBODY_UID, address, VOLUME_PORTS[0])
+        assert not can_connect_as(0, address, VOLUME_PORTS[0])
+        w.close_at_end(await connect(address, VOLUME_PORTS[0]))  # The gateway queries the servers.
 
 
 # --- slots -----------------------------------------------------------------------------------------------------
@@ -689,27 +689,27 @@ async def test_a_restarted_gateway_adopts_running_slots_and_removes_the_rest(net
 
 
 async def test_incomplete_slots_are_removed(network: Network, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Simulate that the gateway dies after each step of creating a slot."""
+    """Simulate a gateway that dies after each step of creating a slot."""
 
     def die(*arguments: object) -> None:
         raise KeyboardInterrupt
 
-    async def create_incomplete(number: int, module: Any, function: str) -> None:
+    async def create_incomplete_slot(number: int, module: Any, function: str) -> None:
         pool = SlotPool(network)
-        slot = pool._slot(number)
+        slot = pool._make_slot(number)
         with monkeypatch.context() as patch:
             patch.setattr(module, function, die)
             with contextlib.suppress(BaseException):
                 run_inside(Path("/proc/self/ns/net"), lambda: links.create_slot(slot))
 
     namespaces.share_run_netns()
-    await create_incomplete(0, namespaces, "_mount")
-    await create_incomplete(1, namespaces, "set_sysctl")
-    await create_incomplete(2, links, "_make_tap")
-    await create_incomplete(3, links, "in_namespace")
-    await create_incomplete(4, links, "_index")
-    uncommitted = SlotPool(network)._slot(5)
-    run_inside(Path("/proc/self/ns/net"), lambda: links.create_slot(uncommitted))
+    await create_incomplete_slot(0, namespaces, "_mount")
+    await create_incomplete_slot(1, namespaces, "set_sysctl")
+    await create_incomplete_slot(2, links, "_create_tap")
+    await create_incomplete_slot(3, links, "in_namespace")
+    await create_incomplete_slot(4, links, "_interface_index")
+    uncommitted_slot = SlotPool(network)._make_slot(5)
+    run_inside(Path("/proc/self/ns/net"), lambda: links.create_slot(uncommitted_slot))
     assert len([name for name in traces(network.prefix) if "/" not in name]) >= 6
     pool = SlotPool(network.model_copy(update={"pool": 0}))
     await pool.open({0, 1, 2, 3, 4, 5})
@@ -722,11 +722,11 @@ async def test_incomplete_slots_are_removed(network: Network, monkeypatch: pytes
 
 
 async def test_closing_an_unopened_pool_preserves_other_rules(network: Network) -> None:
-    running = SlotPool(network.model_copy(update={"pool": 0}))
-    await running.open(set())
+    open_pool = SlotPool(network.model_copy(update={"pool": 0}))
+    await open_pool.open(set())
     await SlotPool(network).close()
     assert f"{network.prefix}_sandbox" in traces(network.prefix)
-    await running.close()
+    await open_pool.close()
 
 
 # --- name servers ----------------------------------------------------------------------------------------------

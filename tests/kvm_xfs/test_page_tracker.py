@@ -1,4 +1,4 @@
-"""Test that the page tracker tracks the writes of another process without cooperation of or effect on that process."""
+"""Test that the page tracker tracks the writes of another process without its help and without disturbing it."""
 
 from __future__ import annotations
 
@@ -146,9 +146,9 @@ def test_tracking_an_ended_process_fails(tracker: TrackerClient) -> None:
 
 def test_tracking_unmapped_pages_fails_and_leaves_the_process_intact(program: Program, tracker: TrackerClient) -> None:
     area = program.ram.areas[0]
-    shifted = type(area)(area.end + (1 << 40), area.end + (1 << 40) + PAGE, 0)
+    unmapped_area = type(area)(area.end + (1 << 40), area.end + (1 << 40) + PAGE, 0)
     with pytest.raises(OSError, match="the page tracker failed"):
-        tracker.track(program.process.pid, [shifted])
+        tracker.track(program.process.pid, [unmapped_area])
     program.write(3)
 
 
@@ -160,6 +160,6 @@ def test_tracker_answers_malformed_requests_with_an_error(
         connection.connect(str(tracker._path))
         connection.sendall(request_line)
         connection.shutdown(socket.SHUT_WR)
-        answer = connection.makefile("rb").readline()
-    assert "error" in json.loads(answer)
+        response = connection.makefile("rb").readline()
+    assert "error" in json.loads(response)
     tracker.track(program.process.pid, program.ram.areas)

@@ -58,11 +58,11 @@ def test_files_have_the_same_extents_after_a_third_file_split_them(directory: Pa
 
 
 def test_many_extents_are_listed(directory: Path) -> None:
-    sparse = write_file(directory / "holed", 24 * MIB)
+    sparse_file = write_file(directory / "holed", 24 * MIB)
     for index in range(1200):
-        position = ["-o", str(index * 16384), "-l", "8192"]
-        subprocess.run(["fallocate", "--punch-hole", *position, str(sparse)], check=True, timeout=30)
-    extents = reflink.extents(sparse)
+        hole = ["-o", str(index * 16384), "-l", "8192"]
+        subprocess.run(["fallocate", "--punch-hole", *hole, str(sparse_file)], check=True, timeout=30)
+    extents = reflink.extents(sparse_file)
     assert len(extents) >= 1200
     assert sum(extent.length for extent in extents) == 24 * MIB - 1200 * 8192
 

@@ -98,8 +98,8 @@ def test_debian_image_is_clean_sparse_and_fully_initialised(debian: BuiltRootfs)
     status = debian.image.stat()
     assert status.st_size == 2048 << 20
     assert status.st_blocks * 512 < 700 << 20
-    groups = subprocess.run(["dumpe2fs", str(debian.image)], capture_output=True, text=True, check=True).stdout
-    assert all("ITABLE_ZEROED" in line for line in groups.splitlines() if re.match(r"Group \d", line))
+    dumpe2fs_output = subprocess.run(["dumpe2fs", str(debian.image)], capture_output=True, text=True, check=True).stdout
+    assert all("ITABLE_ZEROED" in line for line in dumpe2fs_output.splitlines() if re.match(r"Group \d", line))
 
 
 def test_a_build_leaves_only_its_three_files(debian: BuiltRootfs) -> None:
@@ -109,14 +109,14 @@ def test_a_build_leaves_only_its_three_files(debian: BuiltRootfs) -> None:
 def test_a_second_debian_build_downloads_nothing(debian: BuiltRootfs, tmp_path: Path) -> None:
     from tests.support import session
 
-    second = build(Recipe(), tmp_path, session.cache_dir())
-    assert second.lines[0].startswith("using the cached root file system")
-    assert read_file(second, "/etc/machine-id") != read_file(debian, "/etc/machine-id")
+    second_build = build(Recipe(), tmp_path, session.cache_dir())
+    assert second_build.lines[0].startswith("using the cached root file system")
+    assert read_file(second_build, "/etc/machine-id") != read_file(debian, "/etc/machine-id")
 
 
 def test_build_failure_contains_the_errors_of_apt() -> None:
-    tail = ["I: installing", "Reading package lists...", "E: Unable to locate package nonesuch", "W: later"]
-    error = rootfs_common._failure(["unshare", "mmdebstrap"], 25, tail)
+    log_tail = ["I: installing", "Reading package lists...", "E: Unable to locate package nonesuch", "W: later"]
+    error = rootfs_common._step_error(["unshare", "mmdebstrap"], 25, log_tail)
     assert str(error) == "mmdebstrap failed (25): E: Unable to locate package nonesuch"
 
 
@@ -141,7 +141,7 @@ async def test_a_cancelled_build_leaves_no_process_mount_or_file(tmp_path: Path,
 
 
 def list_leftovers(directory: Path) -> list[str]:
-    """Return the files, mounts and processes that a build has left behind."""
+    """Return the files, mounts and processes that remain after a build."""
     files = [path.name for path in directory.iterdir() if path.name != "cache"]
     mounts = [line for line in Path("/proc/self/mounts").read_text().splitlines() if str(directory) in line]
     pgrep = subprocess.run(["pgrep", "-f", str(directory)], capture_output=True, text=True, check=False)
@@ -181,7 +181,7 @@ def test_tarballs_with_any_compression_are_accepted(
     assert not stat_file(built, "/dev/zero")
 
 
-MISSING = {
+ERRORS_FOR_MISSING_FILES = {
     "usr/bin/python3": "has no /usr/bin/python3: install Python 3.9",
     "usr/sbin/init": "has no /sbin/init: install systemd",
     "usr/bin/ip": "has no 'ip' command: install iproute2",
@@ -190,11 +190,11 @@ MISSING = {
 }
 
 
-@pytest.mark.parametrize("pattern", MISSING)
+@pytest.mark.parametrize("pattern", ERRORS_FOR_MISSING_FILES)
 def test_missing_files_of_a_tree_are_reported(tree: Path, tmp_path: Path, pattern: str) -> None:
     for path in tree.glob(pattern):
         path.unlink()
-    with pytest.raises(Invalid, match=MISSING[pattern]):
+    with pytest.raises(Invalid, match=ERRORS_FOR_MISSING_FILES[pattern]):
         build(create_recipe(tree), tmp_path)
     assert {path.name for path in tmp_path.iterdir()} == {"tree"}
 
@@ -342,11 +342,11 @@ def test_host_sources_returns_only_main_sources_of_the_suite(tmp_path: Path) -> 
 
 
 def test_stream_passes_each_line_to_the_log(tmp_path: Path) -> None:
-    async def test() -> list[str]:
+    async def run_stream() -> list[str]:
         lines: list[str] = []
         await rootfs_common.stream(["sh", "-c", "printf 'a\\rb\\n\\nc'; printf d >&2"], lines.append)
         with pytest.raises(BackendFailed, match=r"did not end within 0\.2 s"):
             await rootfs_common.stream(["sleep", "30"], lines.append, timeout=0.2)
         return lines
 
-    assert asyncio.run(test()) == ["a", "b", "cd"]
+    assert asyncio.run(run_stream()) == ["a", "b", "cd"]

@@ -15,8 +15,8 @@ from sandbox_gateway.records import Snapshot, SnapshotKind
 
 
 @pytest.fixture
-def synced(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """The names of the files and directories that were synced."""
+def synced_names(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The names of the files and directories that were synced_names."""
     names: list[str] = []
     monkeypatch.setattr(directory_records.os, "fsync", lambda descriptor: names.append(_name_of(descriptor)))
     monkeypatch.setattr(reflink, "unique_bytes", lambda path: 0)
@@ -48,22 +48,22 @@ def scan(store: Snapshots) -> tuple[list[str], list[str]]:
     return [snapshot.id for snapshot in store.scan(repaired)], repaired
 
 
-def test_commit_syncs_a_snapshot(store: Snapshots, synced: list[str]) -> None:
+def test_commit_syncs_a_snapshot(store: Snapshots, synced_names: list[str]) -> None:
     snapshot = commit(store, SnapshotKind.SNAPSHOT)
-    assert {"rootfs.img", ".partial-manifest.json", f".partial-{snapshot.id}", "snapshots"} <= set(synced)
+    assert {"rootfs.img", ".partial-manifest.json", f".partial-{snapshot.id}", "snapshots"} <= set(synced_names)
     assert scan(store) == ([snapshot.id], [])
 
 
-def test_commit_leaves_a_transient_snapshot_unsynced_until_sync(store: Snapshots, synced: list[str]) -> None:
+def test_commit_leaves_a_transient_snapshot_unsynced_until_sync(store: Snapshots, synced_names: list[str]) -> None:
     snapshot = commit(store, SnapshotKind.TRANSIENT)
-    assert synced == []
+    assert synced_names == []
     store.sync(snapshot)
-    assert {"rootfs.img", "manifest.json", snapshot.id, "snapshots"} == set(synced)
+    assert {"rootfs.img", "manifest.json", snapshot.id, "snapshots"} == set(synced_names)
     assert not (store.path(snapshot) / "unsynced").exists()
     assert scan(store) == ([snapshot.id], [])
 
 
-@pytest.mark.usefixtures("synced")
+@pytest.mark.usefixtures("synced_names")
 def test_sync_of_a_removed_snapshot_does_nothing(store: Snapshots) -> None:
     snapshot = commit(store, SnapshotKind.TRANSIENT)
     store.remove(snapshot)
@@ -71,14 +71,14 @@ def test_sync_of_a_removed_snapshot_does_nothing(store: Snapshots) -> None:
     assert scan(store) == ([], [])
 
 
-def test_scan_syncs_a_transient_snapshot_after_a_gateway_restart(store: Snapshots, synced: list[str]) -> None:
+def test_scan_syncs_a_transient_snapshot_after_a_gateway_restart(store: Snapshots, synced_names: list[str]) -> None:
     snapshot = commit(store, SnapshotKind.TRANSIENT)
     assert scan(store) == ([snapshot.id], [])
-    assert "rootfs.img" in synced
+    assert "rootfs.img" in synced_names
     assert not (store.path(snapshot) / "unsynced").exists()
 
 
-@pytest.mark.usefixtures("synced")
+@pytest.mark.usefixtures("synced_names")
 @pytest.mark.parametrize("manifest", ["", "{}", None])
 def test_scan_removes_an_unsynced_transient_snapshot_after_a_reboot(
     store: Snapshots, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, manifest: str | None
@@ -87,7 +87,7 @@ def test_scan_removes_an_unsynced_transient_snapshot_after_a_reboot(
     if manifest is not None:
         (store.path(snapshot) / "manifest.json").write_text(manifest)
     (tmp_path / "boot_id").write_text("another\n")
-    monkeypatch.setattr(snapshots, "_BOOT_ID", tmp_path / "boot_id")
+    monkeypatch.setattr(snapshots, "_BOOT_ID_FILE", tmp_path / "boot_id")
     ids, repaired = scan(store)
     assert ids == [] and not store.path(snapshot).exists()
     assert repaired == [f"removed {snapshot.id}, the source of clones, which was not yet on the device"]

@@ -50,7 +50,7 @@ from tests.support.nfs3 import Mount, Nfs, NfsError, RpcRejected
 
 OPEN = NetworkPolicy()
 LOOP_GET_STATUS64 = 0x4C05
-CUT_OFF = (TimeoutError, ConnectionError)
+DISCONNECT_ERRORS = (TimeoutError, ConnectionError)
 
 
 class Volume:
@@ -63,8 +63,8 @@ class Volume:
         self.port = port
 
     async def serve(self, clients: Mapping[Slot, bool]) -> None:
-        wanted = {slot.host_address: read_only for slot, read_only in clients.items()}
-        await self._setup.servers.serve(self.id, self.image, self.port, wanted)
+        read_only_by_address = {slot.host_address: read_only for slot, read_only in clients.items()}
+        await self._setup.servers.serve(self.id, self.image, self.port, read_only_by_address)
 
     def mount_volume(self, guest: NetworkNamespace, path: str = "", *, source: int = 0, seconds: float = 3) -> bytes:
         with run_inside(
@@ -208,7 +208,7 @@ def test_marker_is_a_reserved_address_that_depends_on_the_clients() -> None:
     assert marker({"a": True, "b": False}) == marker({"b": False, "a": True})
 
 
-def test_mount_of_a_guest_is_the_same_in_every_gateway() -> None:
+def test_a_guest_has_the_same_mount_on_every_gateway() -> None:
     servers = [ServerPool(Network(subnet=f"10.{net}.0.0/24"), Path("/nowhere")) for net in (1, 2)]
     one, other = (each.mounts("abc", 22004, "/data", False) for each in servers)
     assert one == other
@@ -253,11 +253,11 @@ async def test_files_belong_to_the_users_of_the_sandbox(xfs_root: Path) -> None:
         root = volume.mount_volume(guest)
         as_root, user, other = (volume.connect_nfs(guest, uid=uid) for uid in (0, 1000, 1001))
         assert as_root.getattr(root).mode == 0o777
-        private = user.create(root, "private", 0o600)
-        assert (user.getattr(private).uid, user.getattr(private).gid) == (1000, 1000)
-        assert nfs_status(other.read, private) == nfs3.ACCES
-        as_root.write(private, b"from root")
-        assert user.read(private) == b"from root"
+        private_file = user.create(root, "private", 0o600)
+        assert (user.getattr(private_file).uid, user.getattr(private_file).gid) == (1000, 1000)
+        assert nfs_status(other.read, private_file) == nfs3.ACCES
+        as_root.write(private_file, b"from root")
+        assert user.read(private_file) == b"from root"
         assert as_root.getattr(as_root.create(root, "of-root")).uid == 0
         assert nfs_status(as_root.lookup, root, "lost+found") == nfs3.NOENT
 
@@ -300,10 +300,10 @@ async def test_used_bytes_are_the_same_with_and_without_a_server(xfs_root: Path)
         file = client.create(volume.mount_volume(guest), "file")
         for piece in range(32):
             client.write(file, os.urandom(1 << 17), piece << 17)
-        used = await s.servers.used_bytes(volume.id, volume.image)
-        assert 4 << 20 <= used < 5 << 20
+        used_bytes_with_server = await s.servers.used_bytes(volume.id, volume.image)
+        assert 4 << 20 <= used_bytes_with_server < 5 << 20
         await s.servers.stop(volume.id)
-        assert abs(await s.servers.used_bytes(volume.id, volume.image) - used) < 1 << 18
+        assert abs(await s.servers.used_bytes(volume.id, volume.image) - used_bytes_with_server) < 1 << 18
 
 
 @pytest.mark.parametrize("live", [True, False])
@@ -337,7 +337,7 @@ async def test_a_volume_grows_while_in_use(xfs_root: Path, live: bool, monkeypat
 
 async def test_a_server_that_fails_after_growth_is_restarted(xfs_root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(file_system, "can_resize", lambda: False)
-    monkeypatch.setattr(server_pool, "_REPLACE_SECONDS", 0.1)
+    monkeypatch.setattr(server_pool, "_REPLACE_INTERVAL_SECONDS", 0.1)
 
     async with setup(xfs_root) as s:
         volume, (slot, guest) = await s.volume(), await s.guest()
@@ -411,16 +411,16 @@ async def test_changed_permissions_apply_to_open_handles_and_connections(xfs_roo
         assert reader.read(file) == b"x"
         assert nfs_status(reader.write, file, b"y") == nfs3.ROFS
         await change({b: False})
-        with pytest.raises(CUT_OFF):
+        with pytest.raises(DISCONNECT_ERRORS):
             client.read(file)
-        with pytest.raises(CUT_OFF):
+        with pytest.raises(DISCONNECT_ERRORS):
             volume.connect_nfs(guest_a, seconds=0.7)
         reader.write(file, b"y")
         await change({a: True, b: True})
         assert volume.connect_nfs(guest_a).read(file) == b"y"
         await volume.serve({})
         assert files_of_loop_devices(s.root) == []
-        with pytest.raises(CUT_OFF):
+        with pytest.raises(DISCONNECT_ERRORS):
             reader.read(file)
 
 
@@ -487,16 +487,16 @@ async def test_no_path_leads_out_of_the_volume(xfs_root: Path) -> None:
         await other.serve({b: False})
         for path in ("/", "", "/usr", "/proc", f"/{other.id}", f"/{volume.id}/..", f"/{volume.id}/../usr", "usr"):
             assert nfs_status(volume.mount_volume, guest, path or "/.") != nfs3.OK
-        with pytest.raises(CUT_OFF):
+        with pytest.raises(DISCONNECT_ERRORS):
             other.mount_volume(guest, seconds=0.7)
         client = volume.connect_nfs(guest)
         root = volume.mount_volume(guest)
         assert client.lookup(root, "..") == root
         client.symlink(root, "out", "/usr")
         assert nfs_status(volume.mount_volume, guest, f"/{volume.id}/out") != nfs3.OK
-        out = client.lookup(root, "out")
-        assert client.getattr(out).kind == 5, "lookup followed the symbolic link"
-        assert nfs_status(client.lookup, out, "bin") != nfs3.OK
+        link = client.lookup(root, "out")
+        assert client.getattr(link).kind == 5, "lookup followed the symbolic link"
+        assert nfs_status(client.lookup, link, "bin") != nfs3.OK
         # The server passes names with slashes, which no normal client sends, to the kernel.
         for name in (
             "/usr",
@@ -579,8 +579,8 @@ async def test_the_handle_of_a_removed_file_is_stale(xfs_root: Path) -> None:
         file = client.create(root, "file")
         client.write(file, b"old")
         client.remove(root, "file")
-        another = client.create(root, "another")
-        client.write(another, b"new")
+        other_file = client.create(root, "another")
+        client.write(other_file, b"new")
         assert nfs_status(client.read, file) == nfs3.STALE
 
 
@@ -589,21 +589,21 @@ async def test_handles_after_a_rollback_refer_to_existing_files(xfs_root: Path) 
         volume, (slot, guest) = await s.volume(), await s.guest()
         await volume.serve({slot: False})
         root = volume.mount_volume(guest)
-        captured = volume.connect_nfs(guest).create(root, "captured")
-        volume.connect_nfs(guest).write(captured, b"old")
-        old = volume.image.with_suffix(".old")
+        captured_file = volume.connect_nfs(guest).create(root, "captured")
+        volume.connect_nfs(guest).write(captured_file, b"old")
+        old_image = volume.image.with_suffix(".old")
         async with s.servers.frozen(volume.id):
-            reflink.clone(volume.image, old)
-        volume.connect_nfs(guest).write(captured, b"new")
-        late = volume.connect_nfs(guest).create(root, "late")
+            reflink.clone(volume.image, old_image)
+        volume.connect_nfs(guest).write(captured_file, b"new")
+        late_file = volume.connect_nfs(guest).create(root, "late")
         await s.servers.stop(volume.id)
-        old.rename(volume.image)
+        old_image.rename(volume.image)
         await volume.serve({slot: False})
         client = volume.connect_nfs(guest)
-        assert client.read(captured) == b"old"
-        assert nfs_status(client.read, late) == nfs3.STALE
+        assert client.read(captured_file) == b"old"
+        assert nfs_status(client.read, late_file) == nfs3.STALE
         client.write(client.create(root, "later"), b"other")
-        assert nfs_status(client.read, late) == nfs3.STALE, "the handle refers to a new file with the same inode"
+        assert nfs_status(client.read, late_file) == nfs3.STALE, "the handle refers to a new file with the same inode"
 
 
 async def test_a_server_serves_only_nfs_3_and_mount(xfs_root: Path) -> None:
@@ -630,7 +630,7 @@ async def test_a_server_serves_only_nfs_3_and_mount(xfs_root: Path) -> None:
 def foreign_descriptors(proc: Path, volume: str) -> list[str]:
     """Return the targets of descriptors that would give a server access to files of the host."""
     own_devices = {(proc / "root" / path).stat().st_dev for path in ("", volume)}
-    foreign = []
+    foreign_targets = []
     for descriptor in (proc / "fd").iterdir():
         target, status = str(descriptor.readlink()), descriptor.stat()
         is_harmless = target == "/ganesha.pid" or target.startswith(("socket:", "pipe:", "anon_inode:", "/memfd:log "))
@@ -639,8 +639,8 @@ def foreign_descriptors(proc: Path, volume: str) -> list[str]:
             or stat.S_ISBLK(status.st_mode)
             or stat.S_ISCHR(status.st_mode)
         ):
-            foreign.append(target)
-    return foreign
+            foreign_targets.append(target)
+    return foreign_targets
 
 
 async def test_a_server_has_no_access_to_the_host(xfs_root: Path) -> None:
@@ -725,9 +725,9 @@ async def test_a_frozen_volume_does_not_change_and_its_clone_is_complete(xfs_roo
         client.write(file, b"before", stable=nfs3.UNSTABLE)
         await s.servers.flush(volume.id)
         async with s.servers.frozen(volume.id):
-            late = volume.connect_nfs(guest, seconds=0.5)
+            late_client = volume.connect_nfs(guest, seconds=0.5)
             with pytest.raises(TimeoutError):
-                late.write(file, b"within", stable=nfs3.UNSTABLE)
+                late_client.write(file, b"within", stable=nfs3.UNSTABLE)
             reflink.clone(volume.image, clone)
         assert client.read(file) in (b"within", b"before")
         client.write(file, b"after!")
@@ -897,7 +897,7 @@ async def test_an_image_is_never_mounted_twice(xfs_root: Path) -> None:
     async with setup(xfs_root) as s:
         volume, (slot, _) = await s.volume(), await s.guest()
         await volume.serve({slot: False})
-        duplicate = Volume(s, volume.image, VOLUME_PORTS[-1])
+        duplicate_volume = Volume(s, volume.image, VOLUME_PORTS[-1])
         with pytest.raises(BackendFailed, match="in use by an earlier server"):
-            await duplicate.serve({slot: False})
+            await duplicate_volume.serve({slot: False})
         assert files_of_loop_devices(s.root) == [str(volume.image)]

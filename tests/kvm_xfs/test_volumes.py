@@ -32,19 +32,19 @@ from sandbox_gateway.hosts.kvm_xfs.volumes.kvm_volumes import KvmVolumes
 from sandbox_gateway.hosts.kvm_xfs.volumes.ports import Ports
 from sandbox_gateway.hosts.kvm_xfs.volumes.server_pool import ServerPool
 from sandbox_gateway.records import Mount, Sandbox, Snapshot, SnapshotKind, Volume, VolumeSnapshot
-from tests.support.crash import KILLED, Steps
+from tests.support.crash import KILLED, StepCounter
 from tests.support.xfs import LoopXfs
 
-SMALL = 64
+SIZE_MB = 64
 _numbers = itertools.count(1)
 
 
 def size_on_disk(image: Path) -> int:
-    """Return the bytes that an image uses on the disk."""
+    """Return the number of bytes that an image uses on disk."""
     return image.stat().st_blocks * 512
 
 
-class FakeServers(ServerPool):
+class FakeServerPool(ServerPool):
     """Records the calls to servers. ``refuse`` contains the (operation, volume) pairs of the calls that fail."""
 
     def __init__(self) -> None:
@@ -108,7 +108,7 @@ class VolumeHost(KvmVolumes):
     def __init__(self, root: Path) -> None:
         self.layout = Layout(root)
         self.layout.create()
-        self.servers = FakeServers()
+        self.servers = FakeServerPool()
         self.addresses: dict[str, str] = {}
         super().__init__(self.layout, Quarantine(root), self.servers)
 
@@ -137,7 +137,7 @@ class VolumeHost(KvmVolumes):
             directory_records.commit(final)
 
     async def wait_for_background(self) -> None:
-        """Wait until all background work has ended."""
+        """Wait until all background tasks have ended."""
         await self._background.wait()
 
 
@@ -155,13 +155,13 @@ def host(root: Path) -> VolumeHost:
 
 
 async def reopen(host: VolumeHost, *sandboxes: Sandbox, snapshots: tuple[str, ...] = ()) -> tuple[VolumeHost, Scan]:
-    """Return the host of a gateway that starts after the one of ``host``, and the result of its scan."""
+    """Return the host of the next gateway on the state of ``host``, and the result of its scan."""
     reopened = VolumeHost(host.layout.root)
     reopened.addresses = host.addresses
     return reopened, await reopened.scan(*sandboxes, snapshots=snapshots)
 
 
-def new_volume(name: str = "data", size_mb: int = SMALL) -> Volume:
+def new_volume(name: str = "data", size_mb: int = SIZE_MB) -> Volume:
     return Volume(name=name, size_mb=size_mb)
 
 
@@ -183,11 +183,11 @@ def snapshot_image(host: VolumeHost, snapshot: VolumeSnapshot) -> Path:
 
 def write_file(image: Path, name: str, text: str) -> None:
     """Write a file into an image that no server uses."""
-    note = image.with_name(f"note-{os.getpid()}")
-    note.write_text(text)
-    commands = f"rm {name}\nwrite {note} {name}\n"
+    text_file = image.with_name(f"note-{os.getpid()}")
+    text_file.write_text(text)
+    commands = f"rm {name}\nwrite {text_file} {name}\n"
     subprocess.run(["debugfs", "-w", "-f", "-", str(image)], input=commands, text=True, capture_output=True, timeout=20)
-    note.unlink()
+    text_file.unlink()
     assert read_file(image, name) == text
 
 
@@ -253,13 +253,13 @@ async def test_a_snapshot_has_the_contents_of_the_volume(host: VolumeHost) -> No
 
 
 async def test_a_clone_has_the_contents_of_the_snapshot_and_may_be_larger(host: VolumeHost) -> None:
-    volume, clone = new_volume(), new_volume("clone", 2 * SMALL)
+    volume, clone = new_volume(), new_volume("clone", 2 * SIZE_MB)
     await host.create(volume)
     write_file(image(host, volume), "a", "one")
     snapshot = new_snapshot(volume)
     await host.capture(snapshot)
     await host.create(clone, snapshot)
-    assert image(host, clone).stat().st_size == 2 * SMALL << 20
+    assert image(host, clone).stat().st_size == 2 * SIZE_MB << 20
     assert read_file(image(host, clone), "a") == "one"
     assert clone.host["port"] != volume.host["port"]
     await host.remove(volume)
@@ -281,8 +281,8 @@ async def test_removing_a_volume_removes_its_snapshots(host: VolumeHost) -> None
 async def test_growing_a_volume_updates_the_server_and_the_record(host: VolumeHost) -> None:
     volume = new_volume()
     await host.create(volume)
-    await host.grow(volume, 3 * SMALL)
-    assert volume.size_mb == 3 * SMALL and image(host, volume).stat().st_size == 3 * SMALL << 20
+    await host.grow(volume, 3 * SIZE_MB)
+    assert volume.size_mb == 3 * SIZE_MB and image(host, volume).stat().st_size == 3 * SIZE_MB << 20
     assert host.servers.calls == [("grow", volume.id)]
     _, scan = await reopen(host)
     assert scan.volumes == [volume] and not scan.repaired
@@ -293,11 +293,11 @@ async def test_growth_that_the_server_refuses_can_be_retried(host: VolumeHost) -
     await host.create(volume)
     host.servers.refuse = {("grow", volume.id)}
     with pytest.raises(BackendFailed):
-        await host.grow(volume, 2 * SMALL)
-    assert volume.size_mb == SMALL
+        await host.grow(volume, 2 * SIZE_MB)
+    assert volume.size_mb == SIZE_MB
     host.servers.refuse.clear()
-    await host.grow(volume, 2 * SMALL)
-    assert volume.size_mb == 2 * SMALL and image(host, volume).stat().st_size == 2 * SMALL << 20
+    await host.grow(volume, 2 * SIZE_MB)
+    assert volume.size_mb == 2 * SIZE_MB and image(host, volume).stat().st_size == 2 * SIZE_MB << 20
 
 
 # -- rollback ----------------------------------------------------------------------------------------------------------
@@ -335,10 +335,10 @@ async def test_a_grown_volume_keeps_its_size_after_a_rollback(
     host: VolumeHost, mounted_volume: tuple[Volume, VolumeSnapshot, Sandbox]
 ) -> None:
     volume, snapshot, _ = mounted_volume
-    await host.grow(volume, 2 * SMALL)
+    await host.grow(volume, 2 * SIZE_MB)
     await host.rollback(volume, snapshot)
     assert read_file(image(host, volume), "a") == "one"
-    assert (volume.size_mb, image(host, volume).stat().st_size) == (2 * SMALL, 2 * SMALL << 20)
+    assert (volume.size_mb, image(host, volume).stat().st_size) == (2 * SIZE_MB, 2 * SIZE_MB << 20)
     _, scan = await reopen(host)
     assert scan.volumes == [volume] and not scan.repaired
 
@@ -350,7 +350,7 @@ async def test_a_failed_rollback_preserves_the_volume_and_its_clients(
     refused: str,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(kvm_volumes, "_RETRY_SECONDS", (0.01,))
+    monkeypatch.setattr(kvm_volumes, "_RETRY_DELAYS_SECONDS", (0.01,))
     volume, snapshot, _ = mounted_volume
 
     host.servers.refuse = {(refused, volume.id)}
@@ -531,9 +531,9 @@ async def test_a_volume_that_lost_its_image_keeps_its_snapshots(
         image(host, volume).unlink()
     else:
         os.truncate(image(host, volume), 4096)
-    running = new_sandbox(Mount(volume=volume.id, path="/data"))
-    host.addresses[running.instance] = "10.0.0.6"
-    reopened, scan = await reopen(host, running)
+    running_sandbox = new_sandbox(Mount(volume=volume.id, path="/data"))
+    host.addresses[running_sandbox.instance] = "10.0.0.6"
+    reopened, scan = await reopen(host, running_sandbox)
     assert only_volume(scan) == volume and scan.volume_snapshots == [snapshot]
     assert any("its snapshots, which are intact" in sentence for sentence in scan.repaired)
     assert not image(host, volume).exists() and ("stop", volume.id) in reopened.servers.calls
@@ -661,8 +661,8 @@ async def test_a_failed_creation_releases_its_port(host: VolumeHost, monkeypatch
 
 @pytest.fixture
 def short_timeouts(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(kvm_volumes, "_RETRY_SECONDS", (0.01, 0.02))
-    monkeypatch.setattr(kvm_volumes, "_DETACH_SECONDS", 0.2)
+    monkeypatch.setattr(kvm_volumes, "_RETRY_DELAYS_SECONDS", (0.01, 0.02))
+    monkeypatch.setattr(kvm_volumes, "_DETACH_TIMEOUT_SECONDS", 0.2)
 
 
 async def test_a_server_accepts_running_sandboxes_and_stops_after_the_last(host: VolumeHost) -> None:
@@ -752,14 +752,16 @@ async def test_a_new_gateway_grants_access_to_exactly_the_running_sandboxes(
     host: VolumeHost, short_timeouts: None
 ) -> None:
     one, two = await two_volumes(host)
-    running = new_sandbox(Mount(volume=one.id, path="/one", read_only=True), Mount(volume="0" * 12, path="/gone"))
-    paused = new_sandbox(Mount(volume=two.id, path="/two"))
-    host.addresses[running.instance] = "10.0.0.2"
-    reopened, scan = await reopen(host, running, paused)
+    running_sandbox = new_sandbox(
+        Mount(volume=one.id, path="/one", read_only=True), Mount(volume="0" * 12, path="/gone")
+    )
+    paused_sandbox = new_sandbox(Mount(volume=two.id, path="/two"))
+    host.addresses[running_sandbox.instance] = "10.0.0.2"
+    reopened, scan = await reopen(host, running_sandbox, paused_sandbox)
     assert reopened.servers.known == {one.id, two.id}
     assert reopened.servers.clients == {one.id: {"10.0.0.2": True}} and ("stop", two.id) in reopened.servers.calls
     assert not scan.repaired
-    assert [mount.path for mount in reopened.guest_mounts(running)] == ["/one"]
+    assert [mount.path for mount in reopened.guest_mounts(running_sandbox)] == ["/one"]
 
 
 async def test_state_reports_an_unresponsive_server(host: VolumeHost) -> None:
@@ -789,13 +791,13 @@ async def test_a_server_that_cannot_be_started_does_not_block_the_gateway(
 
 
 def run_until_killed(host: VolumeHost, work: Coroutine[Any, Any, None], fatal_step: int) -> int:
-    """Run ``work`` in a process that dies at a step. Returns KILLED, or the number of steps if it finished first."""
+    """Run ``work`` in a process that dies at a step. Returns KILLED, or the number of steps if ``work`` ends first."""
     reader, writer = os.pipe()
     if (pid := os.fork()) == 0:
-        steps = Steps(fatal_step)
+        steps = StepCounter(fatal_step)
         try:
             sys.addaudithook(steps.on_audit)
-            asyncio.run(_run_armed(work, steps))
+            asyncio.run(_run_and_count_steps(work, steps))
             os.write(writer, str(steps.count).encode())
         finally:
             os._exit(0)
@@ -808,7 +810,7 @@ def run_until_killed(host: VolumeHost, work: Coroutine[Any, Any, None], fatal_st
     return int(output) if status == 0 else KILLED
 
 
-async def _run_armed(work: Coroutine[Any, Any, None], steps: Steps) -> None:
+async def _run_and_count_steps(work: Coroutine[Any, Any, None], steps: StepCounter) -> None:
     steps.armed = True
     await work
     steps.armed = False
@@ -816,7 +818,7 @@ async def _run_armed(work: Coroutine[Any, Any, None], steps: Steps) -> None:
 
 OPERATIONS: dict[str, Callable[[VolumeHost, Volume, VolumeSnapshot], Coroutine[Any, Any, None]]] = {
     "create": lambda host, volume, snapshot: host.create(new_volume("new")),
-    "clone": lambda host, volume, snapshot: host.create(new_volume("new", 2 * SMALL), snapshot),
+    "clone": lambda host, volume, snapshot: host.create(new_volume("new", 2 * SIZE_MB), snapshot),
     "grow": lambda host, volume, snapshot: host.grow(volume, volume.size_mb + 1),
     "capture": lambda host, volume, snapshot: host.capture(new_snapshot(volume, "new")),
     "rollback": lambda host, volume, snapshot: host.rollback(volume, snapshot),
@@ -839,13 +841,15 @@ def test_an_operation_killed_at_any_step_leaves_no_partial_object(operation: str
         write_file(image(host, volume), "a", "two")
         outcome = run_until_killed(host, OPERATIONS[operation](host, volume, snapshot), fatal_step)
         reopened, scan = asyncio.run(reopen(host))
-        check(reopened, scan, operation, volume, snapshot, f"killed at step {fatal_step}")
+        check_volumes(reopened, scan, operation, volume, snapshot, f"killed at step {fatal_step}")
         if outcome != KILLED:
             assert fatal_step > 2, "the operation has no steps at which it can be killed"
             return
 
 
-def check(host: VolumeHost, scan: Scan, operation: str, volume: Volume, snapshot: VolumeSnapshot, when: str) -> None:
+def check_volumes(
+    host: VolumeHost, scan: Scan, operation: str, volume: Volume, snapshot: VolumeSnapshot, when: str
+) -> None:
     assert not stray_files(host), when
     assert not (host.layout.root / ".damaged").exists(), (when, scan.repaired)
     volumes = {each.name: each for each in scan.volumes}
@@ -860,7 +864,7 @@ def check(host: VolumeHost, scan: Scan, operation: str, volume: Volume, snapshot
         return
     text = read_file(image(host, volume), "a")
     assert text in ("one", "two") if operation == "rollback" else text == "two", when
-    assert volumes["data"].size_mb in ((SMALL, SMALL + 1) if operation == "grow" else (SMALL,)), when
+    assert volumes["data"].size_mb in ((SIZE_MB, SIZE_MB + 1) if operation == "grow" else (SIZE_MB,)), when
     if operation != "remove-snapshot":
         assert read_file(snapshot_image(host, snapshots["first"]), "a") == "one", when
     if "new" in volumes:
@@ -870,7 +874,7 @@ def check(host: VolumeHost, scan: Scan, operation: str, volume: Volume, snapshot
 
 
 def test_a_killed_capture_of_several_volumes_is_all_or_nothing(root: Path) -> None:
-    complete_captures = 0
+    complete_count = 0
     for fatal_step in itertools.count(1):
         (root / str(fatal_step)).mkdir()
         host = VolumeHost(root / str(fatal_step))
@@ -883,10 +887,10 @@ def test_a_killed_capture_of_several_volumes_is_all_or_nothing(root: Path) -> No
         ids = {each.id for each in scan.volume_snapshots}
         assert ids == ({each.id for each in captures} if committed_snapshots else set()), f"killed at step {fatal_step}"
         assert not stray_files(host)
-        complete_captures += bool(committed_snapshots)
+        complete_count += bool(committed_snapshots)
         if outcome != KILLED:
             break
-    assert fatal_step > 8 and 0 < complete_captures < fatal_step
+    assert fatal_step > 8 and 0 < complete_count < fatal_step
 
 
 async def test_rollback_to_a_missing_snapshot_raises_a_gateway_error(host: VolumeHost) -> None:

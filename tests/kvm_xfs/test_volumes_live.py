@@ -16,15 +16,15 @@ from tests.support.live import Live, engines
 from tests.support.waiting import eventually
 from tests.support.worlds import TEMPLATE, KvmXfsWorld
 
-SMALL = 64
-SOON = 60
+SIZE_MB = 64
+TIMEOUT_SECONDS = 60
 
 
 @pytest.fixture
 def live(kvm_xfs_world: KvmXfsWorld) -> Iterator[Live]:
     with engines(kvm_xfs_world) as make_live:
         live = make_live()
-        live.do(live.engine.volumes.create("data", SMALL))
+        live.do(live.engine.volumes.create("data", SIZE_MB))
         yield live
 
 
@@ -42,7 +42,7 @@ def read_file(live: Live, ref: str, path: str) -> str:
     return live.shell(ref, f"cat {path} 2>/dev/null || true").strip("\0\n ")
 
 
-COUNTER = """
+COUNTER_PROGRAM = """
 import os
 volume = os.open("/data/count", os.O_RDWR | os.O_CREAT)
 disk = os.open("/root/count", os.O_RDWR | os.O_CREAT)
@@ -57,10 +57,10 @@ while True:
 
 def test_a_volume_is_captured_at_the_same_instant_as_the_disk(live: Live) -> None:
     create_sandbox(live, "source", MountSpec("data", "/data"))
-    start_program(live, "source", COUNTER)
+    start_program(live, "source", COUNTER_PROGRAM)
     for name in ("0", "1", "2"):
         before = read_counter(live, "source")
-        eventually(lambda before=before: read_counter(live, "source") > before + 3, SOON)
+        eventually(lambda before=before: read_counter(live, "source") > before + 3, TIMEOUT_SECONDS)
         live.do(live.engine.snapshots.create("source", name=f"mark{name}", volumes=["data"]))
         # In a fork with memory, the program could no longer write to the volume.
         create_sandbox(live, f"box{name}", MountSpec("data", "/data", clone=True), template=f"mark{name}")
@@ -84,22 +84,22 @@ def test_a_capture_without_volumes_does_not_freeze_them(live: Live) -> None:
 
 def test_capture_of_volumes_on_a_full_disk_fails_and_cleans_up(kvm_xfs_world: KvmXfsWorld, small_gateway: Live) -> None:  # noqa: F811
     live = small_gateway
-    live.do(live.engine.volumes.create("data", SMALL))
+    live.do(live.engine.volumes.create("data", SIZE_MB))
     create_sandbox(live, "one", MountSpec("data", "/data"))
     live.shell("one", "head -c 20000000 /dev/urandom >/run/blob; echo data >/data/file; sync")
     root = live.config.host.state_root
-    before = snapshot_files(root)
+    before = list_snapshot_files(root)
     fill(root, 4 << 20)
     with pytest.raises(NoSpace, match="no space left"):
         live.do(live.engine.snapshots.create("one", name="big", volumes=["data"]))
     (root / "filler").unlink()
-    assert snapshot_files(root) == before
+    assert list_snapshot_files(root) == before
     assert read_file(live, "one", "/data/file") == "data"
     live.shell("one", "echo more >>/data/file && sync")
     live.do(live.engine.snapshots.create("one", name="big", volumes=["data"]))
 
 
-def snapshot_files(root: Path) -> set[str]:
+def list_snapshot_files(root: Path) -> set[str]:
     """Return the paths of all files and directories of snapshots and volumes."""
     return {
         str(Path(directory, name).relative_to(root))
@@ -114,7 +114,7 @@ def test_removing_the_last_sandbox_of_a_volume_stops_its_server(live: Live) -> N
     create_sandbox(live, "one", MountSpec("data", "/data"))
     assert list_servers(live, volume.id)
     live.do(live.engine.sandboxes.delete("one"))
-    eventually(lambda: not list_servers(live, volume.id), SOON)
+    eventually(lambda: not list_servers(live, volume.id), TIMEOUT_SECONDS)
 
 
 def list_servers(live: Live, volume: str) -> list[str]:

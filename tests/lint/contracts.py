@@ -9,14 +9,14 @@ from importlinter import Contract, ContractCheck, fields, output
 
 
 class ImportOnly(Contract):
-    """``modules`` and their submodules may import only themselves, the standard library and the modules in ``also``."""
+    """``modules`` and their submodules may import only themselves, the standard library and the ``extra_modules``."""
 
     modules = fields.ListField(subfield=fields.StringField())
-    also = fields.ListField(subfield=fields.StringField(), required=False, default=[])
+    extra_modules = fields.ListField(subfield=fields.StringField(), required=False, default=[])
 
     def check(self, graph: Any, verbose: bool) -> ContractCheck:
         roots: list[str] = list(self.modules)  # type: ignore[call-overload]
-        allowed = [*roots, *self.also]  # type: ignore[misc]
+        allowed = [*roots, *self.extra_modules]  # type: ignore[misc]
         violations = [
             (module, imported)
             for module in sorted(graph.modules)

@@ -41,7 +41,7 @@ GUIDES = (
 CODE = ("gateway/src", "gateway/extras", "plugins", "roles", "playbooks", "benchmarks", "tests", "requirements")
 
 # The checks of proselint that are useful for technical English. The others are about typography, places and slang.
-PROSELINT = {
+PROSELINT_CHECKS = {
     "archaism": True,
     "cliches": True,
     "hedging": True,
@@ -61,7 +61,7 @@ PROSELINT = {
 
 @dataclass(frozen=True)
 class Rule:
-    """A pattern that no sentence may contain, with the words to use instead."""
+    """A pattern that sentences must not contain, and the words to use instead."""
 
     name: str
     pattern: re.Pattern[str]
@@ -72,7 +72,7 @@ class Rule:
 
 @dataclass(frozen=True)
 class Prose:
-    """A piece of text, with the line on which it begins."""
+    """A piece of text and the line on which it begins."""
 
     line: int
     text: str
@@ -115,17 +115,19 @@ def extract_markdown(text: str) -> Iterator[Prose]:
             continue
         is_block_start = re.match(r"\s*(?:[*-]|\d+\.|#+|>|\|)(?:\s|$)|\s*<!--", line)
         if block and (is_block_start or not line.strip()):
-            yield Prose(start, _plain(" ".join(block)))
+            yield Prose(start, _strip_markup(" ".join(block)))
             block = []
         if line.lstrip().startswith("|"):
-            yield from (Prose(number, _plain(cell)) for cell in re.split(r"(?<!\\)\|", line) if re.search(r"\w", cell))
+            yield from (
+                Prose(number, _strip_markup(cell)) for cell in re.split(r"(?<!\\)\|", line) if re.search(r"\w", cell)
+            )
         elif line.strip() and not line.lstrip().startswith("<!--"):
             if not block:
                 start = number
             block.append(re.sub(r"^\s*(?:[*-]|\d+\.|#+|>)\s+", "", line).strip())
 
 
-def _plain(text: str) -> str:
+def _strip_markup(text: str) -> str:
     text = re.sub(r"!?\[([^]]*)\]\([^)]*\)", r"\1", text)
     text = re.sub(r"``.+?``|`[^`]*`", "CODE", text)
     return re.sub(r"[*_]{1,2}(\w[^*]*?)[*_]{1,2}", r"\1", text).strip()
@@ -157,7 +159,7 @@ def extract_python(text: str) -> Iterator[Prose]:
         elif isinstance(node, ast.Call):
             yield from _call_texts(node)
         elif isinstance(node, ast.Assign) and getattr(node.targets[0], "id", "") in ("DOCUMENTATION", "RETURN"):
-            yield from (Prose(node.lineno, each) for each in _descriptions(yaml.safe_load(_literal(node.value))))
+            yield from (Prose(node.lineno, each) for each in _descriptions(yaml.safe_load(_literal_string(node.value))))
 
 
 def _call_texts(node: ast.Call) -> Iterator[Prose]:
@@ -171,19 +173,19 @@ def _call_texts(node: ast.Call) -> Iterator[Prose]:
 
 def _literal_text(node: ast.expr) -> Iterator[Prose]:
     """Yield the text of a literal, with CODE for its values. Ignores texts of fewer than two words."""
-    text = _literal(node)
+    text = _literal_string(node)
     if text and " " in text.strip():
         yield from _paragraphs(node.lineno, text)
 
 
-def _literal(node: ast.expr) -> str:
+def _literal_string(node: ast.expr) -> str:
     match node:
         case ast.Constant(value=str(value)):
             return value
         case ast.JoinedStr(values=values):
             return "".join(each.value if isinstance(each, ast.Constant) else "CODE" for each in values)
         case ast.BinOp(left=left, right=right):
-            return _literal(left) + _literal(right)
+            return _literal_string(left) + _literal_string(right)
     return ""
 
 
@@ -191,7 +193,8 @@ def _paragraphs(line: int, text: str) -> Iterator[Prose]:
     for match in re.finditer(r"(?:[^\n]|\n(?!\s*\n|\s*[*-]\s))+", text):
         if re.search(r"\w", match[0]) and not match[0].lstrip().startswith((">>>", "$ ")):
             yield Prose(
-                line + text.count("\n", 0, match.start()), _plain(re.sub(r"^\s*[*-]\s", "", " ".join(match[0].split())))
+                line + text.count("\n", 0, match.start()),
+                _strip_markup(re.sub(r"^\s*[*-]\s", "", " ".join(match[0].split()))),
             )
 
 
@@ -199,11 +202,11 @@ SHOWN_KEYS = {"description", "short_description", "notes", "fail_msg", "success_
 
 
 def _descriptions(data: Any) -> Iterator[str]:
-    """Yield the texts under the keys that Ansible shows to readers."""
+    """Yield the texts under the keys that Ansible displays."""
     if isinstance(data, dict):
         for key, value in data.items():
             if key in SHOWN_KEYS or (key in ("msg", "name") and isinstance(value, str) and " " in value):
-                yield from _texts(value)
+                yield from _description_texts(value)
             else:
                 yield from _descriptions(value)
     elif isinstance(data, list):
@@ -211,7 +214,7 @@ def _descriptions(data: Any) -> Iterator[str]:
             yield from _descriptions(each)
 
 
-def _texts(value: Any) -> Iterator[str]:
+def _description_texts(value: Any) -> Iterator[str]:
     for each in value if isinstance(value, list) else [value]:
         if isinstance(each, str):
             each = re.sub(r"{{.*?}}|{%.*?%}", "CODE", each, flags=re.DOTALL)
@@ -236,7 +239,7 @@ def extract_yaml(text: str) -> Iterator[Prose]:
 def extract_fragment(text: str) -> Iterator[Prose]:
     """Yield the entries of a changelog fragment."""
     for entries in (yaml.safe_load(text) or {}).values():
-        yield from (Prose(1, _plain(each)) for each in entries)
+        yield from (Prose(1, _strip_markup(each)) for each in entries)
 
 
 def extract_prose(path: Path) -> list[Prose]:
@@ -272,7 +275,7 @@ def proselint_findings(path: str, pieces: list[Prose]) -> Iterator[Finding]:
     content = "\n\n".join(piece.text for piece in pieces)
     if not content:
         return
-    for result in LintFile(path, content).lint({"max_errors": 1000, "checks": PROSELINT}):
+    for result in LintFile(path, content).lint({"max_errors": 1000, "checks": PROSELINT_CHECKS}):
         match = result.check_result
         # proselint puts a line break before the content.
         piece = pieces[bisect_right(starts, max(match.span[0] - 1, 0), hi=len(pieces)) - 1]
@@ -294,14 +297,14 @@ def find_files(places: Iterable[str]) -> Iterator[Path]:
             )
 
 
-def check(path: Path) -> list[Finding]:
+def check_file(path: Path) -> list[Finding]:
     relative_path = _relative_path(path)
     pieces = extract_prose(path)
     return [*findings_in(relative_path, pieces), *proselint_findings(relative_path, pieces)]
 
 
 def read_allowances() -> dict[str, int]:
-    """Return the allowed number of findings by directory. The longest directory that contains a file applies."""
+    """Return {directory: allowed number of findings}. A file belongs to the longest matching directory."""
     return dict(tomllib.loads(ALLOWED.read_text())["allowed"]) if ALLOWED.exists() else {}
 
 
@@ -318,23 +321,23 @@ def main(arguments: list[str]) -> int:
     if prefixes:
         for path in paths:
             if _relative_path(path).startswith(prefixes):
-                for each in check(path):
+                for each in check_file(path):
                     print(each)
         return 0
-    allowed = read_allowances()
-    findings = [finding for path in paths for finding in check(path)]
-    areas = {each.path: "" if each.path in guides else directory_of(each.path, allowed) for each in findings}
+    allowances = read_allowances()
+    findings = [finding for path in paths for finding in check_file(path)]
+    areas = {each.path: "" if each.path in guides else directory_of(each.path, allowances) for each in findings}
     counts = Counter(areas[each.path] for each in findings)
     if "--update" in arguments:
-        lines = [f'"{each}" = {min(allowed[each], counts[each])}' for each in sorted(allowed)]
-        ALLOWED.write_text(_HEAD + "\n".join(lines) + "\n")
-        allowed = read_allowances()
-    exceeded_areas = {each for each, count in counts.items() if count > allowed.get(each, 0)}
+        lines = [f'"{each}" = {min(allowances[each], counts[each])}' for each in sorted(allowances)]
+        ALLOWED.write_text(_HEADER + "\n".join(lines) + "\n")
+        allowances = read_allowances()
+    exceeded_areas = {each for each, count in counts.items() if count > allowances.get(each, 0)}
     for each in findings:
         if areas[each.path] in exceeded_areas:
             print(each)
     for each in sorted(exceeded_areas):
-        print(f"{each or 'guides'}: {counts[each]} findings, {allowed.get(each, 0)} allowed", file=sys.stderr)
+        print(f"{each or 'guides'}: {counts[each]} findings, {allowances.get(each, 0)} allowed", file=sys.stderr)
     return 1 if exceeded_areas else 0
 
 
@@ -342,7 +345,7 @@ def _relative_path(path: Path) -> str:
     return path.relative_to(REPOSITORY).as_posix()
 
 
-_HEAD = """# Findings of `python -m tests.lint.words` that code may still have, by directory. Numbers only shrink:
+_HEADER = """# Findings of `python -m tests.lint.words` that code may still have, by directory. Numbers only shrink:
 # `python -m tests.lint.words --update` lowers them. Guides have no allowance.
 [allowed]
 """

@@ -1,6 +1,6 @@
 """Install pip into a virtual environment. Replaces the script that ansible-test would download.
 
-Python includes a version of pip, which installs the requested version from the registry.
+The version of pip that Python includes installs the requested version from the registry.
 """
 
 import subprocess

@@ -27,7 +27,7 @@ _COMMAND = "GROVE_WRITE_DOCS=1 ./dev test tests/sdk/test_fields.py"
 _IMAGES = "templates are built with `POST /templates` (templates.md)"
 _SECRETS = "there are no secrets: use `envVars`"
 _TAGS = "templates have names, but no tags"
-_ONE_PAGE = "the answer is complete: it has no pages"
+_ONE_PAGE = "the response is complete: it has no pages"
 
 
 @dataclass(frozen=True)
@@ -91,7 +91,7 @@ CLIENTS = (
         },
         {
             "GET /templates": {"teamID": "there are no teams"},
-            "GET /templates/{}": dict.fromkeys(("limit", "nextToken"), "the answer has no builds"),
+            "GET /templates/{}": dict.fromkeys(("limit", "nextToken"), "the response has no builds"),
             "GET /templates/{}/builds/{}/status": {"level": "lines of a build have no level"},
             "GET /templates/{}/builds/{}/logs": {
                 **dict.fromkeys(("level", "source"), "lines of a build have neither level nor source"),
@@ -104,7 +104,7 @@ CLIENTS = (
         "cubesandbox 0.7.3",
         fields.list_cubesandbox_requests,
         {"POST /templates/{}": _IMAGES},
-        {"GET /templates/{}": dict.fromkeys(("limit", "nextToken"), "the answer has no builds")},
+        {"GET /templates/{}": dict.fromkeys(("limit", "nextToken"), "the response has no builds")},
     ),
     Client("forkd", "forkd 0.5.3", fields.list_forkd_requests),
 )

@@ -231,7 +231,7 @@ def test_a_sandbox_created_by_the_controller(controller, spawn, target):
     (sandbox_id,) = spawn()
     with subprocess.Popen(["forkd", "attach", sandbox_id], stdout=subprocess.DEVNULL) as process:
         try:
-            forkd_command.wait_for(target)
+            forkd_command.wait_until_listening(target)
             sandbox = Sandbox(target=target, spawn=False)
             sandbox.commands.run("echo through the port >/root/state")
             assert run_shell(controller, sandbox_id, "cat /root/state") == "through the port\n"

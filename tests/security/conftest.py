@@ -7,19 +7,19 @@ from collections.abc import Callable, Iterator
 import pytest
 
 from tests.api.memory_gateway import MemoryGateway
-from tests.security.routes import Target, attack_target
+from tests.security.routes import Target, create_target
 
 
 @pytest.fixture(scope="module")
 def shared_target(_gateway_by_folder: Callable[[str], MemoryGateway]) -> Iterator[Target]:
-    """A target on a gateway of its own: ``memory_gateway`` removes everything from the other one after each test."""
-    with attack_target(_gateway_by_folder("targets")) as target:
+    """A target on its own gateway, because ``memory_gateway`` removes all objects from its gateway after each test."""
+    with create_target(_gateway_by_folder("targets")) as target:
         yield target
 
 
 @pytest.fixture
 def target(shared_target: Target) -> Iterator[Target]:
-    """A gateway with an object of each kind. All tests share it, because attacks must not change anything on it."""
-    before = shared_target.state()
+    """A gateway with an object of each kind. All tests share it, because attacks must not change it."""
+    state_before = shared_target.state()
     yield shared_target
-    assert shared_target.state() == before and shared_target.events == []
+    assert shared_target.state() == state_before and shared_target.events == []

@@ -14,9 +14,9 @@ import httpx
 from tests.api import inside
 from tests.api.memory_gateway import MemoryGateway
 
-PROBE_SECONDS = 20
+PROBE_TIMEOUT_SECONDS = 20
 """Maximum response time of `/health` on a busy machine."""
-ATTACK_SECONDS = 120
+ATTACK_TIMEOUT_SECONDS = 120
 
 HEAD = b"HTTP/1.1 200 OK\r\nContent-Type: application/json\r\n"
 
@@ -64,7 +64,7 @@ def send_endlessly(piece: bytes, limit: int = 256 << 20) -> tuple[inside.Handler
 
 
 def check_others_are_served(client: httpx.Client, attack: Callable[[], httpx.Response]) -> httpx.Response:
-    """Return the response to ``attack``, and check that `/health` responds while the attack runs."""
+    """Run ``attack`` and return its response. Checks that `/health` responds while the attack runs."""
     responses: list[httpx.Response | BaseException] = []
 
     def run() -> None:
@@ -75,10 +75,10 @@ def check_others_are_served(client: httpx.Client, attack: Callable[[], httpx.Res
 
     thread = threading.Thread(target=run, daemon=True)
     thread.start()
-    deadline = time.monotonic() + ATTACK_SECONDS
+    deadline = time.monotonic() + ATTACK_TIMEOUT_SECONDS
     while True:
         has_ended = not thread.is_alive()
-        assert client.get("/health", timeout=PROBE_SECONDS).status_code == 200
+        assert client.get("/health", timeout=PROBE_TIMEOUT_SECONDS).status_code == 200
         if has_ended:
             break
         assert time.monotonic() < deadline, "the attack received no response"
@@ -90,9 +90,9 @@ def check_others_are_served(client: httpx.Client, attack: Callable[[], httpx.Res
 
 
 class LoopMonitor:
-    """Measures the longest uninterrupted work of the gateway's event loop.
+    """Measures the longest time for which a single task blocks the gateway's event loop.
 
-    ``longest``: in seconds of processor time, which other processes on this machine do not affect.
+    ``longest`` is in seconds of processor time, which other processes on this machine do not affect.
     """
 
     def __init__(self, memory_gateway: MemoryGateway) -> None:
@@ -101,17 +101,17 @@ class LoopMonitor:
         self.longest = 0.0
 
     async def _watch(self) -> None:
-        before = time.thread_time()
+        previous_time = time.thread_time()
         while True:
             await asyncio.sleep(0)
             now = time.thread_time()
-            self.longest, before = max(self.longest, now - before), now
+            self.longest, previous_time = max(self.longest, now - previous_time), now
 
     def __enter__(self) -> LoopMonitor:
         async def start() -> None:
             self._task = asyncio.create_task(self._watch())
 
-        asyncio.run_coroutine_threadsafe(start(), self._loop).result(PROBE_SECONDS)
+        asyncio.run_coroutine_threadsafe(start(), self._loop).result(PROBE_TIMEOUT_SECONDS)
         return self
 
     def __exit__(self, *_: object) -> None:

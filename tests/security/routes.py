@@ -61,8 +61,8 @@ class Target:
         builds = [build.build_id for build in self.gateway.engine.templates.list_unfinished_builds()]
         return json.dumps([records, machines, builds, host.files, host.disks, host.forked], sort_keys=True)
 
-    def fill_in(self, template: str) -> str:
-        """Return a path of the application with the names of existing objects."""
+    def fill_template(self, template: str) -> str:
+        """Return the path ``template`` with the names of existing objects."""
         kind = template.split("/")[2 if template.startswith(("/v1/", "/v2/")) else 1]
         ref = {"sandboxes": "one", "snapshots": "taken", "templates": "spare", "volumes": "data"}.get(kind, "one")
         names = {"ref": ref, "volume": "data", "snapshot": "mark", "build": self.build}
@@ -81,11 +81,11 @@ def route_templates() -> list[tuple[str, str]]:
 
 
 def all_routes(target: Target) -> list[Route]:
-    return [Route(method, target.fill_in(path), path) for method, path in route_templates()]
+    return [Route(method, target.fill_template(path), path) for method, path in route_templates()]
 
 
 @contextlib.contextmanager
-def attack_target(memory_gateway: MemoryGateway) -> Iterator[Target]:
+def create_target(memory_gateway: MemoryGateway) -> Iterator[Target]:
     with memory_gateway.client() as admin:
         template = admin.post("/templates", json={"name": "spare", "packages": ["git"]}).json()
         admin.get(f"/templates/spare/builds/{template['buildID']}/logs", params={"follow": True})
@@ -109,25 +109,25 @@ def attack_target(memory_gateway: MemoryGateway) -> Iterator[Target]:
 
 @contextlib.contextmanager
 def recorded_effects(target: Target) -> Iterator[None]:
-    """Record the requests to agents and the events in ``target`` inside the context."""
-    publish, answer = target.gateway.engine.events.publish, Machine._handle_request
+    """Record requests to agents and events in ``target`` until the context ends."""
+    publish, handle_request = target.gateway.engine.events.publish, Machine._handle_request
 
     def record_event(type: str, **data: Any) -> None:
         target.events.append(type)
         publish(type, **data)
 
-    async def record_answer(machine: Machine, line: str, path: str, *args: Any) -> None:
+    async def record_request(machine: Machine, line: str, path: str, *args: Any) -> None:
         if machine in target.gateway.host.machines.values():
             target.agent_calls.append(path)
-        await answer(machine, line, path, *args)
+        await handle_request(machine, line, path, *args)
 
     target.gateway.engine.events.publish = record_event  # type: ignore[method-assign]
-    Machine._handle_request = record_answer  # type: ignore[method-assign, assignment]
+    Machine._handle_request = record_request  # type: ignore[method-assign, assignment]
     try:
         yield
     finally:
         target.gateway.engine.events.publish = publish  # type: ignore[method-assign]
-        Machine._handle_request = answer  # type: ignore[method-assign]
+        Machine._handle_request = handle_request  # type: ignore[method-assign]
 
 
 # --- spellings of a path --------------------------------------------------------------------------------------------
@@ -206,7 +206,7 @@ class Caller:
         self._connection = http.client.HTTPConnection("127.0.0.1", memory_gateway.port, timeout=20)
 
     def request(self, method: str, target: str, body: bytes = b"{}", **headers: str) -> tuple[int, str]:
-        """Send a request. Returns the status and the body; "" if the body has no length."""
+        """Send a request. Returns the status and the body of the response. The body is "" if its length is unknown."""
         try:
             return self._request(method, target, body, headers)
         except (http.client.RemoteDisconnected, BrokenPipeError, ConnectionResetError):

@@ -1,4 +1,4 @@
-"""A client with a key sends large bodies without their last bytes, on many connections."""
+"""A client with a key sends large, incomplete bodies on many connections."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ HEAD = (
 
 def test_memory_for_incomplete_bodies_is_limited(tmp_path: Path) -> None:
     with Daemon(tmp_path) as daemon, contextlib.ExitStack() as stack:
-        before = daemon.memory_use()
+        memory_before = daemon.memory_use()
         connections = [
             stack.enter_context(socket.create_connection(("127.0.0.1", daemon.port), 30)) for _ in range(CLIENTS)
         ]
-        threads = [threading.Thread(target=_send, args=[connection]) for connection in connections]
+        threads = [threading.Thread(target=_send_incomplete_body, args=[connection]) for connection in connections]
         for thread in threads:
             thread.start()
         peak, idle_rounds = 0, 0
@@ -37,21 +37,23 @@ def test_memory_for_incomplete_bodies_is_limited(tmp_path: Path) -> None:
             daemon.check_health()
             peak = max(peak, daemon.memory_use())
             idle_rounds += not any(thread.is_alive() for thread in threads)
-        assert peak - before < MAX_GROWTH, f"{peak - before} bytes"
-        rejected = [connection for connection in connections if _read_response(connection).startswith(b"HTTP/1.1 429 ")]
-        assert CLIENTS // 2 < len(rejected) < CLIENTS
+        assert peak - memory_before < MAX_GROWTH, f"{peak - memory_before} bytes"
+        rejected_connections = [
+            connection for connection in connections if _read_response(connection).startswith(b"HTTP/1.1 429 ")
+        ]
+        assert CLIENTS // 2 < len(rejected_connections) < CLIENTS
         stack.close()
         # The bytes no longer count after their senders have disconnected.
-        eventually(lambda: _is_accepted(daemon), seconds=60)
+        eventually(lambda: _is_body_accepted(daemon), seconds=60)
 
 
-def _send(connection: socket.socket) -> None:
+def _send_incomplete_body(connection: socket.socket) -> None:
     with contextlib.suppress(OSError):
         connection.sendall(HEAD + b"x" * BODY_BYTES)
 
 
 def _read_response(connection: socket.socket) -> bytes:
-    """Return the response that has arrived so far."""
+    """Return the part of the response that has arrived."""
     connection.settimeout(1)
     try:
         return connection.recv(65536)
@@ -59,7 +61,7 @@ def _read_response(connection: socket.socket) -> bytes:
         return b""
 
 
-def _is_accepted(daemon: Daemon) -> bool:
+def _is_body_accepted(daemon: Daemon) -> bool:
     with socket.create_connection(("127.0.0.1", daemon.port), 30) as connection:
         connection.sendall(HEAD + b"x" * (BODY_BYTES + 1))
         return connection.recv(65536).startswith(b"HTTP/1.1 400 ")

@@ -1,4 +1,4 @@
-"""A client manipulates names of hosts and ports in the data plane.
+"""A client manipulates host names and ports in requests to the data plane.
 
 Its requests reach only the authorized sandbox at the requested port, never services of the host, another sandbox or the
 gateway itself.
@@ -36,26 +36,28 @@ HOST_PORT = 47114
 
 
 @pytest.fixture
-def other(api: httpx.Client) -> dict[str, Any]:
+def other_sandbox(api: httpx.Client) -> dict[str, Any]:
     return create_sandbox(api, name="other")
 
 
 @contextlib.contextmanager
-def run_canaries(memory_gateway: MemoryGateway, sandbox: dict[str, Any], other: dict[str, Any]) -> Iterator[RawService]:
-    """Run a service of ``sandbox`` that may receive requests, and three services that must not."""
+def run_canaries(
+    memory_gateway: MemoryGateway, sandbox: dict[str, Any], other_sandbox: dict[str, Any]
+) -> Iterator[RawService]:
+    """Run a service in ``sandbox`` that may receive requests, and three services that must not."""
     host_service = RawService()
     with (
         raw_service(memory_gateway, sandbox) as service,
         raw_service(memory_gateway, sandbox, port=PORT + 1) as next_port,
-        raw_service(memory_gateway, other) as other_service,
+        raw_service(memory_gateway, other_sandbox) as other_service,
         Service("127.0.0.1", HOST_PORT, host_service.listen),
     ):
         yield service
         assert host_service.accepted == next_port.accepted == other_service.accepted == 0
 
 
-def host_spellings(one: str, other: str, inside: str, gateway: int) -> list[str]:
-    valid = f"{PORT}-{one}.sandbox.local"
+def host_spellings(one: str, other_sandbox: str, inside: str, gateway: int) -> list[str]:
+    valid_host = f"{PORT}-{one}.sandbox.local"
     return [
         *(f"{HOST_PORT}-127.0.0.1.sandbox.local", f"{HOST_PORT}-localhost.sandbox.local", f"127.0.0.1:{HOST_PORT}"),
         *(
@@ -65,39 +67,39 @@ def host_spellings(one: str, other: str, inside: str, gateway: int) -> list[str]
             f"{inside}:{PORT}",
         ),
         *(
-            f"{valid}@127.0.0.1:{HOST_PORT}",
-            f"127.0.0.1:{HOST_PORT}@{valid}",
-            f"user:pass@{valid}",
-            f"{valid}#@127.0.0.1",
+            f"{valid_host}@127.0.0.1:{HOST_PORT}",
+            f"127.0.0.1:{HOST_PORT}@{valid_host}",
+            f"user:pass@{valid_host}",
+            f"{valid_host}#@127.0.0.1",
         ),
         *(
-            f"{valid}.127.0.0.1.nip.io",
-            f"{valid}.evil.example",
-            f"evil.{valid}",
-            f"{valid}/../{other}",
-            f"{valid}%2e",
+            f"{valid_host}.127.0.0.1.nip.io",
+            f"{valid_host}.evil.example",
+            f"evil.{valid_host}",
+            f"{valid_host}/../{other_sandbox}",
+            f"{valid_host}%2e",
             "[::1]",
         ),
         *(
             f"[::ffff:127.0.0.1]:{HOST_PORT}",
-            f"[{valid}]",
-            f"{valid}:",
-            f"{valid}:{HOST_PORT}0",
-            f"{valid}:x",
-            f"{valid}:-1",
+            f"[{valid_host}]",
+            f"{valid_host}:",
+            f"{valid_host}:{HOST_PORT}0",
+            f"{valid_host}:x",
+            f"{valid_host}:-1",
         ),
         *(
-            f"{valid}..",
-            f".{valid}",
+            f"{valid_host}..",
+            f".{valid_host}",
             f"{PORT}-{one}..sandbox.local",
             f"{PORT}--{one}.sandbox.local",
             f"{PORT}_{one}.sandbox.local",
         ),
         *(
-            f"{PORT}-{one},{PORT}-{other}.sandbox.local",
-            f"{PORT}-{one} {other}.sandbox.local",
-            f"{valid},{valid}",
-            f"{valid} x",
+            f"{PORT}-{one},{PORT}-{other_sandbox}.sandbox.local",
+            f"{PORT}-{one} {other_sandbox}.sandbox.local",
+            f"{valid_host},{valid_host}",
+            f"{valid_host} x",
         ),
         *(f"{PORT + 1}, {PORT}-{one}.sandbox.local", f"-{PORT}-{one}.sandbox.local", f"+{PORT}-{one}.sandbox.local"),
         *(f"0x{PORT:x}-{one}.sandbox.local", f"{PORT}.0-{one}.sandbox.local", f"{PORT}e0-{one}.sandbox.local"),
@@ -131,12 +133,15 @@ def host_spellings(one: str, other: str, inside: str, gateway: int) -> list[str]
 
 
 def test_host_names_reach_only_their_own_sandbox(
-    memory_gateway: MemoryGateway, api: httpx.Client, sandbox: dict[str, Any], other: dict[str, Any]
+    memory_gateway: MemoryGateway, api: httpx.Client, sandbox: dict[str, Any], other_sandbox: dict[str, Any]
 ) -> None:
     names = host_spellings(
-        sandbox["sandboxID"], other["sandboxID"], machine_address(memory_gateway, other), memory_gateway.port
+        sandbox["sandboxID"],
+        other_sandbox["sandboxID"],
+        machine_address(memory_gateway, other_sandbox),
+        memory_gateway.port,
     )
-    with run_canaries(memory_gateway, sandbox, other) as service:
+    with run_canaries(memory_gateway, sandbox, other_sandbox) as service:
         for name in names:
             request = f"GET / HTTP/1.1\r\nHost: {name}\r\n{KEY}\r\n\r\n".encode("latin-1")
             with raw_connection(memory_gateway, request) as connection:
@@ -144,8 +149,10 @@ def test_host_names_reach_only_their_own_sandbox(
             assert status in (400, 404, 502), (name[:100], status)
         assert service.accepted == 0
         # The sandbox's own names work in all spellings that DNS allows.
-        valid = f"{PORT}-{sandbox['sandboxID']}.sandbox.local"
-        for count, name in enumerate((valid, valid.upper(), f"{valid}.", f"{valid}:8700", f"{valid}.:443"), 1):
+        valid_host = f"{PORT}-{sandbox['sandboxID']}.sandbox.local"
+        for count, name in enumerate(
+            (valid_host, valid_host.upper(), f"{valid_host}.", f"{valid_host}:8700", f"{valid_host}.:443"), 1
+        ):
             with raw_connection(memory_gateway, request_head("GET /", f"Host: {name}", KEY)) as connection:
                 assert read_status(connection)[0] == 200, name
             assert len(service.heads) == count
@@ -155,13 +162,13 @@ def test_host_names_reach_only_their_own_sandbox(
 
 @pytest.mark.parametrize("first", ["ref", "port"])
 def test_headers_reach_only_their_own_sandbox(
-    memory_gateway: MemoryGateway, api: httpx.Client, sandbox: dict[str, Any], other: dict[str, Any], first: str
+    memory_gateway: MemoryGateway, api: httpx.Client, sandbox: dict[str, Any], other_sandbox: dict[str, Any], first: str
 ) -> None:
-    id, inside = sandbox["sandboxID"], machine_address(memory_gateway, other)
+    id, inside = sandbox["sandboxID"], machine_address(memory_gateway, other_sandbox)
     refs = [
         *("127.0.0.1", "localhost", inside, f"{inside}:{PORT}", f"{id}@{inside}", f"{id}#", f"{id}/../{id}", "../one"),
         *(
-            f"{id}, {other['sandboxID']}",
+            f"{id}, {other_sandbox['sandboxID']}",
             f"{id};",
             "%6f%6e%65",
             f"{id}.",
@@ -190,7 +197,7 @@ def test_headers_reach_only_their_own_sandbox(
         *("0" * 5 + str(PORT), "9" * 5000, f"{PORT}#", f"{PORT}\\"),
     ]
     pairs = [(ref, str(PORT)) for ref in refs] if first == "ref" else [(id, port) for port in ports]
-    with run_canaries(memory_gateway, sandbox, other) as service:
+    with run_canaries(memory_gateway, sandbox, other_sandbox) as service:
         for ref, port in pairs:
             fields = ("Host: gateway", f"E2b-Sandbox-Id: {ref}", f"E2b-Sandbox-Port: {port}", KEY)
             with raw_connection(memory_gateway, request_head("GET /", *fields)) as connection:
@@ -202,21 +209,21 @@ def test_headers_reach_only_their_own_sandbox(
 
 
 def test_host_ports_are_not_sandbox_ports(
-    memory_gateway: MemoryGateway, api: httpx.Client, sandbox: dict[str, Any], other: dict[str, Any]
+    memory_gateway: MemoryGateway, api: httpx.Client, sandbox: dict[str, Any], other_sandbox: dict[str, Any]
 ) -> None:
-    with run_canaries(memory_gateway, sandbox, other):
+    with run_canaries(memory_gateway, sandbox, other_sandbox):
         for port in (HOST_PORT, memory_gateway.port, 22):
             response = api.get("/health", headers={"Host": f"{port}-one.sandbox.local"})
             assert response.status_code == 502 and "nothing listens" in response.json()["message"]
 
 
 def test_request_targets_reach_only_their_own_sandbox(
-    memory_gateway: MemoryGateway, api: httpx.Client, sandbox: dict[str, Any], other: dict[str, Any]
+    memory_gateway: MemoryGateway, api: httpx.Client, sandbox: dict[str, Any], other_sandbox: dict[str, Any]
 ) -> None:
     """The host in the request line is ignored."""
     host_field = f"Host: {PORT}-{sandbox['sandboxID']}.sandbox.local"
-    other_host = f"{PORT}-{other['sandboxID']}.sandbox.local"
-    with run_canaries(memory_gateway, sandbox, other) as service:
+    other_host = f"{PORT}-{other_sandbox['sandboxID']}.sandbox.local"
+    with run_canaries(memory_gateway, sandbox, other_sandbox) as service:
         for target in (
             *(
                 f"http://127.0.0.1:{HOST_PORT}/",
@@ -240,7 +247,6 @@ def test_request_targets_reach_only_their_own_sandbox(
             )
 
 
-LABEL = "[0-9]+-[^.]+"
 _host_names = st.text("0123456789abcdef-.:@[]%/ \tSANDBOXsandboxlcal", max_size=60) | st.builds(
     "{}-{}.{}{}".format,
     st.integers(-10, 1 << 40) | st.text(max_size=5),
@@ -254,7 +260,7 @@ _host_names = st.text("0123456789abcdef-.:@[]%/ \tSANDBOXsandboxlcal", max_size=
 @example("3000-one.sandbox.local")
 @example("65535-one.sandbox.local.:443")
 @settings(max_examples=500, deadline=None)
-def test_a_sandbox_name_has_one_meaning(name: str) -> None:
+def test_sandbox_host_names_are_parsed_unambiguously(name: str) -> None:
     raw_name = name.encode("utf-8").decode("latin-1")
     headers = Headers(raw=[(b"host", raw_name.encode("latin-1"))])
     try:

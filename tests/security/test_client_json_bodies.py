@@ -1,4 +1,4 @@
-"""Clients try to break the parser with deep, huge or invalid bodies, at every route."""
+"""Clients try to break the parser with deeply nested, huge or invalid bodies on every route."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ MAX_GROWTH_KIB = 256 << 10
 """Maximum growth of the whole process. Parsing a body of 4 MiB creates about 100 MiB of Python objects."""
 
 
-def make_members(pair: bytes, size: int = LARGE) -> bytes:
-    """Return an object of about ``size`` bytes. ``pair``: one member, with %d for its number."""
+def make_object(pair: bytes, size: int = LARGE) -> bytes:
+    """Return a JSON object of about ``size`` bytes. ``pair`` is the format of a member, with %d for its number."""
     count = size // (len(pair % 0) + 7)
     return b"{" + b",".join(pair % number for number in range(count)) + b"}"
 
@@ -71,14 +71,14 @@ INVALID_OBJECTS: dict[str, bytes] = {
     "UTF-32": '{"name": "../x"}'.encode("utf-32"),
     "a repeated name, the last one invalid": b'{"name":"good","name":"../bad"}',
     "no template": b"{}",
-    "only unknown fields": make_members(b'"%d":1'),
-    "a list as each value": make_members(b'"%d":[]'),
+    "only unknown fields": make_object(b'"%d":1'),
+    "a list as each value": make_object(b'"%d":[]'),
 }
 """Objects that do not describe a valid sandbox."""
 
 
 def routes_with_bodies() -> list[tuple[str, str, dict[str, Any]]]:
-    """Return (method, path, schema of the body) of each route with a body."""
+    """Return (method, path, schema of the body) of each route that accepts a body."""
     schema_document = document()
     routes = []
     for path, item in schema_document["paths"].items():
@@ -93,13 +93,13 @@ def routes_with_bodies() -> list[tuple[str, str, dict[str, Any]]]:
 
 
 def container_fields(schema: dict[str, Any]) -> dict[str, str]:
-    """Return the fields that contain many values, with their type: `array` or `object`."""
-    kinds = {}
+    """Return {field: type} of all fields whose type is `array` or `object`."""
+    types = {}
     for name, field in schema["properties"].items():
         for choice in (field, *field.get("anyOf", ())):
             if choice.get("type") == "array" or "additionalProperties" in choice:
-                kinds[name] = choice["type"]
-    return kinds
+                types[name] = choice["type"]
+    return types
 
 
 ROUTES = routes_with_bodies()
@@ -114,14 +114,16 @@ def make_client(target: Target, key: str = ADMIN_KEY) -> httpx.Client:
 
 
 def send_attack(client: httpx.Client, target: Target, method: str, path: str, body: bytes) -> httpx.Response:
-    return client.request(method, target.fill_in(path), content=body, headers={"Content-Type": "application/json"})
+    return client.request(
+        method, target.fill_template(path), content=body, headers={"Content-Type": "application/json"}
+    )
 
 
 def measure_growth_kib(work: Callable[[], None]) -> int:
     """Return how much ``work`` increases the peak memory of this process, in KiB."""
-    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    peak_before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     work()
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - peak_before
 
 
 def test_some_routes_accept_bodies() -> None:
@@ -139,7 +141,7 @@ def check_refused(client: httpx.Client, target: Target, method: str, path: str, 
 
 
 @pytest.mark.parametrize("body", NOT_OBJECTS)
-def test_a_body_that_is_not_an_object_is_refused_at_every_route(target: Target, body: str) -> None:
+def test_a_body_that_is_not_an_object_is_refused_on_every_route(target: Target, body: str) -> None:
     def work() -> None:
         for method, path, _ in ROUTES:
             check_refused(client, target, method, path, NOT_OBJECTS[body])
@@ -160,7 +162,7 @@ def test_invalid_sandbox_options_are_refused(target: Target, body: str) -> None:
 @pytest.mark.parametrize(("method", "path", "field", "kind"), CONTAINER_FIELDS, ids=lambda value: str(value))
 def test_many_invalid_members_use_little_memory(target: Target, method: str, path: str, field: str, kind: str) -> None:
     """Each member is invalid, but the gateway must not collect a million errors."""
-    members = make_members(b'"%d":1') if kind == "object" else b"[" + b"1," * (LARGE // 2 - 2) + b"1]"
+    members = make_object(b'"%d":1') if kind == "object" else b"[" + b"1," * (LARGE // 2 - 2) + b"1]"
     body = b'{"%s":%s}' % (field.encode(), members)
     statuses: list[int] = []
     healthy_responses = 0
@@ -181,7 +183,7 @@ def test_many_invalid_members_use_little_memory(target: Target, method: str, pat
 
 
 def test_many_large_bodies_do_not_delay_others(target: Target) -> None:
-    body = json.dumps({"args": ["true"], "env": {}}).encode()[:-1] + b', "x":' + make_members(b'"%d":1', 1 << 20) + b"}"
+    body = json.dumps({"args": ["true"], "env": {}}).encode()[:-1] + b', "x":' + make_object(b'"%d":1', 1 << 20) + b"}"
     statuses: list[int] = []
 
     def send() -> None:

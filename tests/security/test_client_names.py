@@ -1,4 +1,4 @@
-"""A client sends paths as names. The API rejects them, and no path on the host contains a name."""
+"""A client sends paths as names. The API rejects them, and names never become part of paths on the host."""
 
 from __future__ import annotations
 
@@ -17,14 +17,13 @@ from sandbox_gateway.records import check_name
 from tests.security.routes import Target
 from tests.support.gateway import Gateway
 
-TRAVERSALS = [
+INVALID_NAMES = [
     *("..", ".", "../x", "../../../../etc/passwd", "/etc/passwd", "a/../b", "a/b", "a\\..\\b", "a\x00", "a\x00/../x"),
     *("a\n", "a\r", "a b", " a", "a ", "~", "~root", "$HOME", "`id`", "$(id)", "a;b", "a|b", "a&b", "-rf", "--help"),
     *(".partial-x", ".damaged", "a@b", "a%2fb", "%2e%2e", "a:b", "a*", "a?", "[a]", "{a}", "{{ a }}", "'a'", '"a"'),
     *("\u2024\u2024/x", "\uff0e\uff0e", "\u2215", "a\u202eb", "\u0430", "e\u0301", "a" * 65, "a" * 100_000, "_a", "-a"),
     *("\ufeffa", "a\u2028", "\u0661", "a\x7f", "a\x85", "\udcff"),
 ]
-"""Texts that are not valid names."""
 NAME_FIELDS: list[tuple[str, str, dict[str, Any], str]] = [
     ("POST", "/sandboxes", {"templateID": "base"}, "name"),
     ("PATCH", "/sandboxes/one", {}, "name"),
@@ -67,9 +66,9 @@ INVALID_MOUNT_PATHS = [
 
 
 @pytest.mark.parametrize(("method", "path", "body", "field"), NAME_FIELDS, ids=lambda value: str(value)[:40])
-def test_no_name_is_a_path(target: Target, method: str, path: str, body: dict[str, Any], field: str) -> None:
+def test_paths_are_refused_as_names(target: Target, method: str, path: str, body: dict[str, Any], field: str) -> None:
     with target.gateway.client() as admin:
-        for name in TRAVERSALS:
+        for name in INVALID_NAMES:
             payload = {**body, field: [name] if field == "names" else name}
             content = json.dumps(payload)
             response = admin.request(method, path, content=content, headers={"Content-Type": "application/json"})
@@ -80,17 +79,19 @@ def test_no_name_is_a_path(target: Target, method: str, path: str, body: dict[st
 
 
 @pytest.mark.parametrize(("method", "path", "body", "field"), REFERENCE_FIELDS, ids=lambda value: str(value)[:40])
-def test_no_reference_is_a_path(target: Target, method: str, path: str, body: dict[str, Any], field: str) -> None:
+def test_paths_are_refused_as_references(
+    target: Target, method: str, path: str, body: dict[str, Any], field: str
+) -> None:
     with target.gateway.client() as admin:
-        for name in (each for each in TRAVERSALS if "\udcff" not in each):
+        for name in (each for each in INVALID_NAMES if "\udcff" not in each):
             response = admin.request(method, path, json={**body, field: name})
             assert response.status_code in (400, 404), (name[:50], response.text[:200])
 
 
-def test_no_reference_in_a_path_is_a_path(target: Target) -> None:
+def test_paths_are_refused_as_references_in_urls(target: Target) -> None:
     with target.gateway.client() as admin:
         for name in (
-            each for each in TRAVERSALS if "\udcff" not in each and each not in (".", "..") and len(each) < 1000
+            each for each in INVALID_NAMES if "\udcff" not in each and each not in (".", "..") and len(each) < 1000
         ):
             for kind in ("sandboxes", "snapshots", "templates", "volumes", "v1/sandboxes", "v1/snapshots"):
                 for method in ("GET", "DELETE"):
@@ -99,7 +100,7 @@ def test_no_reference_in_a_path_is_a_path(target: Target) -> None:
 
 
 @pytest.mark.parametrize("path", INVALID_MOUNT_PATHS)
-def test_no_volume_is_mounted_over_system_directories(target: Target, path: str) -> None:
+def test_volumes_cannot_be_mounted_over_system_directories(target: Target, path: str) -> None:
     with target.gateway.client() as admin:
         mount = {"name": "data", "path": path}
         for route, body in (
@@ -116,7 +117,7 @@ def test_no_volume_is_mounted_over_system_directories(target: Target, path: str)
 @example("a..")
 @example("a\n")
 @settings(max_examples=300, deadline=None)
-def test_a_name_is_at_most_one_path_component(name: str) -> None:
+def test_an_accepted_name_is_a_single_path_component(name: str) -> None:
     try:
         check_name(name)
     except ValueError:
@@ -130,7 +131,7 @@ def test_a_name_is_at_most_one_path_component(name: str) -> None:
 @example("/etc/..")
 @example("/a\n")
 @settings(max_examples=500, deadline=None, suppress_health_check=[HealthCheck.too_slow])
-def test_a_mount_path_has_one_meaning(path: str) -> None:
+def test_an_accepted_mount_path_is_normalized(path: str) -> None:
     try:
         check_mount_paths([path])
     except Invalid:
@@ -140,17 +141,17 @@ def test_a_mount_path_has_one_meaning(path: str) -> None:
     assert path.split("/")[1] not in ("proc", "sys", "dev", "run")
 
 
-def test_no_name_becomes_a_path_on_a_real_disk(shared_gateway: Gateway) -> None:
-    """These names are valid, but would be harmful as names of files."""
+def test_names_do_not_become_paths_on_a_real_disk(shared_gateway: Gateway) -> None:
+    """These names are valid, but would be harmful as file names."""
     root, client = shared_gateway.state_root, shared_gateway.client
-    outside = {path for path in root.parent.iterdir() if path != root}
+    entries_before = {path.name for path in root.parent.iterdir() if path != root}
     names = ["manifest.json", "volume.img", "snapshots", "volumes", "a..", "x.-_", "0" * 12, "CON", "a" * 64]
-    created = []
+    created_volumes = []
     try:
         for name in names:
             volume = client.post("/volumes", json={"name": name, "sizeMB": 64})
             assert volume.status_code == 201, volume.text
-            created.append(volume.json())
+            created_volumes.append(volume.json())
             assert client.post(f"/volumes/{name}/snapshots", json={"name": name}).status_code == 201
         for invalid_name in ("../x", "/tmp/x", "a/b", ".partial-x"):
             assert client.post("/volumes", json={"name": invalid_name}).status_code == 400
@@ -163,10 +164,10 @@ def test_no_name_becomes_a_path_on_a_real_disk(shared_gateway: Gateway) -> None:
         files = {path.name for path in (root / "volumes").rglob("*") if path.is_file()}
         assert files <= {"volume.img", "manifest.json"}, files
     finally:
-        for volume in created:
+        for volume in created_volumes:
             client.delete(f"/volumes/{volume['volumeID']}?withSnapshots=true")
     # Gateways of other tests create and remove entries with other names in the same directory.
-    assert not {path.name for path in root.parent.iterdir()} & {"x", "etc", "tmp", *names} - {p.name for p in outside}
+    assert not {path.name for path in root.parent.iterdir()} & {"x", "etc", "tmp", *names} - entries_before
 
 
 def is_id(name: str) -> bool:

@@ -1,4 +1,4 @@
-"""A client writes firewall rules into a network policy. It receives an error, and the rules do not change."""
+"""A client injects firewall rules through a network policy. It receives an error, and the rules do not change."""
 
 from __future__ import annotations
 
@@ -91,7 +91,7 @@ def test_an_invalid_address_is_refused(text: str, field: str) -> None:
 @given(st.lists(_texts, max_size=4), st.lists(_texts, max_size=4), st.booleans())
 @example(["10.0.0.0/255.0.0.0", " 192.0.2.1\n"], ["0.0.0.0/0"], False)
 @settings(max_examples=300, deadline=None)
-def test_accepted_addresses_become_rules_of_known_forms(allowed: list[str], denied: list[str], internet: bool) -> None:
+def test_accepted_addresses_produce_only_known_rules(allowed: list[str], denied: list[str], internet: bool) -> None:
     policy = NetworkPolicy(allow_internet=internet, allow_out=allowed, deny_out=denied)
     try:
         nft, pf = build_rules(policy)
@@ -104,33 +104,34 @@ def test_accepted_addresses_become_rules_of_known_forms(allowed: list[str], deni
 
 def read_ruleset(slot: Slot) -> str:
     """Return the rules of a slot and those of its gateway on the host, without counters."""
-    host = ["nft", "list", "table", "inet", f"{slot.name.partition('-')[0]}_sandbox"]
-    commands = (host, ["nsenter", f"--net={slot.path}", "nft", "list", "ruleset"])
+    host_command = ["nft", "list", "table", "inet", f"{slot.name.partition('-')[0]}_sandbox"]
+    commands = (host_command, ["nsenter", f"--net={slot.path}", "nft", "list", "ruleset"])
     outputs = [subprocess.run(each, capture_output=True, text=True, check=True, timeout=20).stdout for each in commands]
     return re.sub(r"counter packets \d+ bytes \d+", "", "\n".join(outputs))
 
 
 @pytest.mark.usefixtures("need_root")
-async def test_the_active_rules_are_unchanged() -> None:
+async def test_invalid_addresses_do_not_change_the_active_rules() -> None:
     async with world() as w:
         slot = await w.pool.take(OPEN)
-        before = read_ruleset(slot)
-        assert "chain outside" in before
+        ruleset_before = read_ruleset(slot)
+        assert "chain outside" in ruleset_before
         for text in INJECTIONS:
             for policy in (NetworkPolicy(allow_out=[text]), NetworkPolicy(deny_out=["192.0.2.1", text])):
                 with pytest.raises(Invalid):
                     await w.pool.apply(slot, policy)
-        assert read_ruleset(slot) == before
+        assert read_ruleset(slot) == ruleset_before
 
 
-def test_a_real_gateway_refuses_invalid_addresses_before_any_work(shared_gateway: Gateway, template: str) -> None:
+def test_a_real_gateway_refuses_invalid_addresses(shared_gateway: Gateway, template: str) -> None:
     client = shared_gateway.client
-    before = client.get("/sandboxes").json()
+    sandboxes_before = client.get("/sandboxes").json()
     for text in (each for each in INJECTIONS if len(each) < 1000):
         for field in ("allowOut", "denyOut"):
             network: dict[str, Any] = {field: [text]}
             response = client.post("/sandboxes", json={"templateID": template, "network": network})
             assert response.status_code == 400 and response.json()["kind"] == "invalid", response.text
-    assert [each["sandboxID"] for each in client.get("/sandboxes").json()] == [each["sandboxID"] for each in before]
+    sandboxes = client.get("/sandboxes").json()
+    assert [each["sandboxID"] for each in sandboxes] == [each["sandboxID"] for each in sandboxes_before]
     table = f"table inet {shared_gateway.prefix}_sandbox"
     assert table in subprocess.run(["nft", "list", "tables"], capture_output=True, text=True, timeout=20).stdout

@@ -1,4 +1,4 @@
-"""Clients read, and services write, a byte at a time. They do not delay others or use much memory."""
+"""Clients read, or services write, one byte at a time. They neither delay others nor use much memory."""
 
 from __future__ import annotations
 
@@ -16,20 +16,20 @@ from tests.api.test_sandboxes import create_sandbox
 
 KEY = f"X-API-Key: {EXEC_KEY}"
 CLIENTS = 20
-MAX_BYTES_EACH = 16 << 20
+MAX_BYTES_PER_CLIENT = 16 << 20
 """Maximum number of bytes in transit to a client that does not read: kernel buffers, and a few pieces."""
-ENDLESS = b"HTTP/1.1 200 OK\r\nContent-Length: 1000000000000\r\n\r\n"
+ENDLESS_RESPONSE = b"HTTP/1.1 200 OK\r\nContent-Length: 1000000000000\r\n\r\n"
 
 
 def memory_use() -> int:
-    """Return the memory in bytes of this process, which contains the client, the gateway and the service."""
+    """Return the memory use of this process, which contains the client, the gateway and the service, in bytes."""
     return int(Path("/proc/self/statm").read_text().split()[1]) * 4096
 
 
 def test_many_slow_clients_do_not_delay_others(
     memory_gateway: MemoryGateway, api: httpx.Client, sandbox: dict[str, Any]
 ) -> None:
-    other, sent_bytes = create_sandbox(api, name="other"), 0
+    other_sandbox, sent_bytes = create_sandbox(api, name="other"), 0
 
     async def flood(_: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         nonlocal sent_bytes
@@ -42,10 +42,10 @@ def test_many_slow_clients_do_not_delay_others(
 
     request = request_head("GET /", f"Host: {host(sandbox, PORT)}", KEY)
     with (
-        raw_service(memory_gateway, sandbox, *[ENDLESS] * CLIENTS, make_reply(), then=flood) as service,
+        raw_service(memory_gateway, sandbox, *[ENDLESS_RESPONSE] * CLIENTS, make_reply(), then=flood) as service,
         contextlib.ExitStack() as stack,
     ):
-        before = memory_use()
+        memory_before = memory_use()
         readers = [stack.enter_context(raw_connection(memory_gateway, request)) for _ in range(CLIENTS)]
         for reader in readers:
             assert reader.recv(1) == b"H"
@@ -57,13 +57,13 @@ def test_many_slow_clients_do_not_delay_others(
             if previous == earlier:
                 break
             time.sleep(0.3)
-        assert 0 < sent_bytes < CLIENTS * MAX_BYTES_EACH
-        assert memory_use() - before < CLIENTS * MAX_BYTES_EACH
+        assert 0 < sent_bytes < CLIENTS * MAX_BYTES_PER_CLIENT
+        assert memory_use() - memory_before < CLIENTS * MAX_BYTES_PER_CLIENT
         # Requests to the gateway, to another sandbox and to the same service still work.
         with memory_gateway.client(EXEC_KEY) as client:
             for _ in range(20):
                 assert client.get("/health").status_code == 200
-                assert client.get("/echo", headers=port_headers(other)).status_code == 201
+                assert client.get("/echo", headers=port_headers(other_sandbox)).status_code == 201
                 assert client.get("/", headers=port_headers(sandbox, PORT)).text == "ok"
                 assert client.post("/sandboxes/other/exec", json={"args": ["exit", "0"]}).status_code == 200
     eventually(lambda: not service.open)
@@ -72,22 +72,22 @@ def test_many_slow_clients_do_not_delay_others(
 def test_slow_services_do_not_delay_others(
     memory_gateway: MemoryGateway, api: httpx.Client, sandbox: dict[str, Any]
 ) -> None:
-    other = create_sandbox(api, name="other")
+    other_sandbox = create_sandbox(api, name="other")
 
-    async def drip(_: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    async def send_slowly(_: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         for byte in b"TTP/1.1 200 OK\r\nX-Slow: " + b"a" * 3600:
             writer.write(bytes([byte]))
             await writer.drain()
             await asyncio.sleep(0.2)
 
     request = request_head("GET /", f"Host: {host(sandbox, PORT)}", KEY)
-    with raw_service(memory_gateway, sandbox, b"H", then=drip) as service, contextlib.ExitStack() as stack:
+    with raw_service(memory_gateway, sandbox, b"H", then=send_slowly) as service, contextlib.ExitStack() as stack:
         clients = [stack.enter_context(raw_connection(memory_gateway, request)) for _ in range(CLIENTS)]
         eventually(lambda: service.open == CLIENTS)
         with memory_gateway.client(EXEC_KEY) as client:
             for _ in range(20):
                 assert client.get("/health").status_code == 200
-                assert client.get("/echo", headers=port_headers(other)).status_code == 201
+                assert client.get("/echo", headers=port_headers(other_sandbox)).status_code == 201
         for each in clients[: CLIENTS // 2]:
             each.close()
         # A client that disconnects also ends its request.
@@ -98,16 +98,16 @@ def test_slow_services_do_not_delay_others(
 def test_event_listeners_that_never_read_use_little_memory(memory_gateway: MemoryGateway, api: httpx.Client) -> None:
     """Unread events are dropped beyond a limit. Listeners are removed when they disconnect."""
     queues = memory_gateway.engine.events._queues
-    before = len(queues)
+    count_before = len(queues)
     with contextlib.ExitStack() as stack:
         for _ in range(CLIENTS):
             stack.enter_context(raw_connection(memory_gateway, request_head("GET /events", "Host: gateway", KEY)))
-        eventually(lambda: len(queues) == before + CLIENTS)
-        before_flood = memory_use()
+        eventually(lambda: len(queues) == count_before + CLIENTS)
+        memory_before_flood = memory_use()
         for _ in range(5000):
             memory_gateway.loop.call_soon_threadsafe(
                 lambda: memory_gateway.engine.events.publish("flood", data="x" * 1000)
             )
         assert api.get("/health").status_code == 200
-        assert memory_use() - before_flood < 32 << 20
-    eventually(lambda: len(queues) == before)
+        assert memory_use() - memory_before_flood < 32 << 20
+    eventually(lambda: len(queues) == count_before)

@@ -26,9 +26,10 @@ CANONICAL = re.compile(rb"[A-Z]+ /[!-~]* HTTP/1\.1\r\n(?:[!#$%&'*+.^_`|~0-9A-Za-
 
 @dataclass(frozen=True)
 class Form:
-    """A form of request.
+    """A template of an ambiguous request.
 
-    ``first``: the request line; ``fields``: the headers except for Host and key; ``body``: contains HIDDEN.
+    ``first``: the request line; ``fields``: the headers except for Host and key; ``body``: contains HIDDEN, the
+    placeholder of the hidden request.
     """
 
     fields: tuple[bytes, ...]
@@ -40,7 +41,7 @@ class Form:
 
 
 def make_chunked_form(*fields: bytes, body: bytes = b"0\r\n\r\nHIDDEN") -> Form:
-    """Return a form whose body ends before HIDDEN if it is chunked, and after HIDDEN according to its length."""
+    """Return a form whose body ends before HIDDEN according to its chunks, but after HIDDEN according to its length."""
     return Form((*fields, b"Content-Length: LENGTH"), body)
 
 
@@ -166,35 +167,37 @@ FORMS: dict[str, Form] = {
 
 
 def build_request(form: Form, host_name: str, hidden: bytes, key: str) -> bytes:
-    identification = [f"Host: {host_name}".encode(), f"X-API-Key: {key}".encode()]
-    one_line = hidden.partition(b"\r\n")[0]
+    host_and_key = [f"Host: {host_name}".encode(), f"X-API-Key: {key}".encode()]
+    first_line = hidden.partition(b"\r\n")[0]
     body = form.body.replace(b"HIDDEN", hidden)
     # If the first chunk contains HIDDEN, set its correct length.
     body = re.sub(rb"^5c\r\n", b"%x\r\n" % len(hidden), body)
-    request = form.raw or b"\r\n".join([form.first, *identification, *form.fields, b"", b""]) + body
-    request = request.replace(b"FIELDSLF", b"\n".join(identification)).replace(b"FIELDS", b"\r\n".join(identification))
+    request = form.raw or b"\r\n".join([form.first, *host_and_key, *form.fields, b"", b""]) + body
+    request = request.replace(b"FIELDSLF", b"\n".join(host_and_key)).replace(b"FIELDS", b"\r\n".join(host_and_key))
     request = request.replace(b"HIDDENLF", hidden.replace(b"\r\n", b"\n")).replace(b"HIDDEN", hidden)
     length = len(hidden) if form.raw else len(body)
-    return request.replace(b"ONELINE", one_line).replace(b"LENGTH", str(length).encode())
+    return request.replace(b"ONELINE", first_line).replace(b"LENGTH", str(length).encode())
 
 
-def accepted_statuses(memory_gateway: MemoryGateway, data: bytes) -> list[int]:
+def send_and_read_statuses(memory_gateway: MemoryGateway, data: bytes) -> list[int]:
     """Send ``data``. Returns the statuses of the responses, except for 100 and 400."""
-    received = b""
+    response_data = b""
     with raw_connection(memory_gateway) as connection:
         try:
             connection.sendall(data)
             connection.settimeout(FIRST_SECONDS)
             while piece := connection.recv(65536):
-                received += piece
+                response_data += piece
                 connection.settimeout(QUIET_SECONDS)
         except (TimeoutError, ConnectionError):
             pass
-    return [int(status) for status in re.findall(rb"HTTP/1\.1 (\d{3}) ", received) if status not in (b"100", b"400")]
+    return [
+        int(status) for status in re.findall(rb"HTTP/1\.1 (\d{3}) ", response_data) if status not in (b"100", b"400")
+    ]
 
 
 @pytest.fixture
-def other(api: httpx.Client) -> dict[str, Any]:
+def other_sandbox(api: httpx.Client) -> dict[str, Any]:
     return create_sandbox(api, name="other")
 
 
@@ -211,13 +214,13 @@ def check_requests(service: RawService) -> None:
 
 
 @pytest.mark.parametrize("form", FORMS)
-def test_no_hidden_request_reaches_a_service(
-    memory_gateway: MemoryGateway, api: httpx.Client, sandbox: dict[str, Any], other: dict[str, Any], form: str
+def test_a_hidden_request_does_not_reach_a_service(
+    memory_gateway: MemoryGateway, api: httpx.Client, sandbox: dict[str, Any], other_sandbox: dict[str, Any], form: str
 ) -> None:
-    with raw_service(memory_gateway, sandbox) as service, raw_service(memory_gateway, other) as other_service:
-        for number, victim in enumerate((sandbox, other), 1):
+    with raw_service(memory_gateway, sandbox) as service, raw_service(memory_gateway, other_sandbox) as other_service:
+        for number, victim in enumerate((sandbox, other_sandbox), 1):
             hidden = f"GET /hidden HTTP/1.1\r\nHost: {host(victim, PORT)}\r\nX-API-Key: {EXEC_KEY}\r\n\r\n".encode()
-            statuses = accepted_statuses(
+            statuses = send_and_read_statuses(
                 memory_gateway, build_request(FORMS[form], host(sandbox, PORT), hidden, EXEC_KEY)
             )
             assert len(statuses) <= 1, "the gateway recognized more than one request"
@@ -230,56 +233,62 @@ def test_no_hidden_request_reaches_a_service(
 
 
 @pytest.mark.parametrize("form", FORMS)
-def test_no_hidden_request_reaches_the_gateway(
+def test_a_hidden_request_does_not_reach_the_gateway(
     memory_gateway: MemoryGateway, api: httpx.Client, sandbox: dict[str, Any], form: str
 ) -> None:
-    """The hidden request would remove the sandbox, with a key that has this right."""
+    """The hidden request tries to remove the sandbox with an administrator's key."""
     hidden = f"DELETE /sandboxes/one HTTP/1.1\r\nHost: gateway\r\nX-API-Key: {ADMIN_KEY}\r\n\r\n".encode()
     with raw_service(memory_gateway, sandbox) as service:
         for host_name in ("gateway", host(sandbox, PORT)):
-            assert len(accepted_statuses(memory_gateway, build_request(FORMS[form], host_name, hidden, ADMIN_KEY))) <= 1
+            assert (
+                len(send_and_read_statuses(memory_gateway, build_request(FORMS[form], host_name, hidden, ADMIN_KEY)))
+                <= 1
+            )
             assert api.get("/sandboxes/one").status_code == 200
         check_requests(service)
 
 
 @pytest.mark.parametrize("end", [b"\nContent-Length: 0\n\n", b"\r\nContent-Length:\r\n 0\r\n\r\n"])
-def test_leniently_parsed_requests_are_forwarded_strictly(
-    memory_gateway: MemoryGateway, sandbox: dict[str, Any], other: dict[str, Any], end: bytes
+def test_leniently_parsed_requests_are_forwarded_in_canonical_form(
+    memory_gateway: MemoryGateway, sandbox: dict[str, Any], other_sandbox: dict[str, Any], end: bytes
 ) -> None:
     """RFC 9112 allows servers to accept LF as a line end and to unfold lines.
 
-    The rest is then a separate request that needs its own key. Services receive neither bare LFs nor folded lines.
+    The remaining bytes are then a separate request that needs its own key. Services receive neither bare LFs nor folded
+    lines.
     """
-    keyed = f"POST / HTTP/1.1\r\nHost: {host(sandbox, PORT)}\r\nX-API-Key: {EXEC_KEY}".encode() + end
-    hidden = f"GET /hidden HTTP/1.1\r\nHost: {host(other, PORT)}\r\n\r\n".encode()
-    with raw_service(memory_gateway, sandbox) as service, raw_service(memory_gateway, other) as other_service:
-        assert accepted_statuses(memory_gateway, keyed + hidden) == [200, 403]
+    request_with_key = f"POST / HTTP/1.1\r\nHost: {host(sandbox, PORT)}\r\nX-API-Key: {EXEC_KEY}".encode() + end
+    hidden = f"GET /hidden HTTP/1.1\r\nHost: {host(other_sandbox, PORT)}\r\n\r\n".encode()
+    with raw_service(memory_gateway, sandbox) as service, raw_service(memory_gateway, other_sandbox) as other_service:
+        assert send_and_read_statuses(memory_gateway, request_with_key + hidden) == [200, 403]
         check_requests(service)
         assert len(service.heads) == 1 and other_service.heads == []
 
 
 def test_pipelined_requests_stay_separate(
-    memory_gateway: MemoryGateway, sandbox: dict[str, Any], other: dict[str, Any]
+    memory_gateway: MemoryGateway, sandbox: dict[str, Any], other_sandbox: dict[str, Any]
 ) -> None:
     """Pipelining is allowed. Each request needs its own key, and has its own body and response."""
     own_headers = f"Host: {host(sandbox, PORT)}\r\nX-API-Key: {EXEC_KEY}\r\n"
-    other_headers = f"Host: {host(other, PORT)}\r\n"
+    other_headers = f"Host: {host(other_sandbox, PORT)}\r\n"
     requests = [
         f"POST /1 HTTP/1.1\r\n{own_headers}Content-Length: 5\r\n\r\nfirst",
         f"GET /2 HTTP/1.1\r\n{other_headers}\r\n",
         f"POST /3 HTTP/1.1\r\n{own_headers}Transfer-Encoding: chunked\r\n\r\n5\r\nthird\r\n0\r\n\r\n",
         f"GET /4 HTTP/1.1\r\n{own_headers}\r\n",
     ]
-    with raw_service(memory_gateway, sandbox) as service, raw_service(memory_gateway, other) as other_service:
-        assert accepted_statuses(memory_gateway, "".join(requests).encode()) == [200, 403, 200, 200]
+    with raw_service(memory_gateway, sandbox) as service, raw_service(memory_gateway, other_sandbox) as other_service:
+        assert send_and_read_statuses(memory_gateway, "".join(requests).encode()) == [200, 403, 200, 200]
         assert [head.split(b" ")[1] for head in service.heads] == [b"/1", b"/3", b"/4"]
         assert service.bodies == [b"first", b"third", b""]
         assert other_service.heads == []
 
 
 def test_each_request_needs_its_own_key(memory_gateway: MemoryGateway, sandbox: dict[str, Any]) -> None:
-    keyed = f"GET /1 HTTP/1.1\r\nHost: {host(sandbox, PORT)}\r\nX-API-Key: {EXEC_KEY}\r\n\r\n"
-    keyless = f"GET /2 HTTP/1.1\r\nHost: {host(sandbox, PORT)}\r\n\r\n"
+    request_with_key = f"GET /1 HTTP/1.1\r\nHost: {host(sandbox, PORT)}\r\nX-API-Key: {EXEC_KEY}\r\n\r\n"
+    request_without_key = f"GET /2 HTTP/1.1\r\nHost: {host(sandbox, PORT)}\r\n\r\n"
     with raw_service(memory_gateway, sandbox) as service:
-        assert accepted_statuses(memory_gateway, (keyed + keyless + keyed + keyless).encode()) == [200, 403, 200, 403]
+        assert send_and_read_statuses(
+            memory_gateway, (request_with_key + request_without_key + request_with_key + request_without_key).encode()
+        ) == [200, 403, 200, 403]
         assert [head.split(b" ")[1] for head in service.heads] == [b"/1", b"/1"]

@@ -1,4 +1,4 @@
-"""A client uses the tokens of one sandbox at another sandbox: at its agent, code interpreter and other ports."""
+"""A client tries the tokens of one sandbox on the agent, code interpreter and other ports of another sandbox."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ PLACES: dict[str, Callable[[str], dict[str, str]]] = {
 """The places for a token in a request."""
 
 
-def token_headers(sandbox: dict[str, Any]) -> list[str]:
+def list_tokens(sandbox: dict[str, Any]) -> list[str]:
     envd: str = sandbox["envdAccessToken"]
     return [envd, sandbox["trafficAccessToken"], token_for_port(envd, CODE_PORT), f"{envd},{envd}"]
 
@@ -64,7 +64,7 @@ def guarded_ports(memory_gateway: MemoryGateway, sandbox: dict[str, Any]) -> Ite
 
 
 @pytest.fixture
-def other(api: httpx.Client, sandbox: dict[str, Any]) -> dict[str, Any]:
+def other_sandbox(api: httpx.Client, sandbox: dict[str, Any]) -> dict[str, Any]:
     """A clone of ``sandbox``, which differs from it as little as possible."""
     clone: dict[str, Any] = api.post("/sandboxes/one/clone", json={"names": ["other"]}).json()["sandboxes"][0]
     return clone
@@ -72,19 +72,19 @@ def other(api: httpx.Client, sandbox: dict[str, Any]) -> dict[str, Any]:
 
 @pytest.mark.parametrize("place", PLACES)
 @pytest.mark.parametrize("make_headers", [port_headers, port_headers_with_host], ids=["by header", "by host"])
-def test_tokens_open_no_port_of_another_sandbox(
+def test_tokens_do_not_open_ports_of_another_sandbox(
     memory_gateway: MemoryGateway,
     keyless_client: httpx.Client,
     sandbox: dict[str, Any],
-    other: dict[str, Any],
+    other_sandbox: dict[str, Any],
     place: str,
     make_headers: Any,
 ) -> None:
-    with guarded_ports(memory_gateway, other):
-        for token in token_headers(sandbox):
+    with guarded_ports(memory_gateway, other_sandbox):
+        for token in list_tokens(sandbox):
             for port in PORTS:
                 for path in ("/", "/files?path=/etc/shadow", "/identity", "/mounts", "/execute"):
-                    headers = make_headers(other, port, **PLACES[place](token))
+                    headers = make_headers(other_sandbox, port, **PLACES[place](token))
                     for method in ("GET", "POST"):
                         assert keyless_client.request(method, path, headers=headers).status_code in (401, 403), (
                             port,
@@ -92,62 +92,65 @@ def test_tokens_open_no_port_of_another_sandbox(
                             path,
                         )
                 query = urlencode({"token": token, "access_token": token, "x-access-token": token})
-                assert keyless_client.get(f"/?{query}", headers=make_headers(other, port)).status_code in (401, 403)
+                assert keyless_client.get(f"/?{query}", headers=make_headers(other_sandbox, port)).status_code in (
+                    401,
+                    403,
+                )
 
 
 @pytest.mark.parametrize("port", PORTS)
-def test_tokens_open_no_websocket_to_another_sandbox(
-    memory_gateway: MemoryGateway, sandbox: dict[str, Any], other: dict[str, Any], port: int
+def test_tokens_do_not_open_websockets_to_another_sandbox(
+    memory_gateway: MemoryGateway, sandbox: dict[str, Any], other_sandbox: dict[str, Any], port: int
 ) -> None:
-    upgrade = (
+    upgrade_headers = (
         "Connection: Upgrade",
         "Upgrade: websocket",
         "Sec-WebSocket-Version: 13",
         "Sec-WebSocket-Key: " + "A" * 22 + "==",
     )
-    with guarded_ports(memory_gateway, other):
-        for token in token_headers(sandbox):
+    with guarded_ports(memory_gateway, other_sandbox):
+        for token in list_tokens(sandbox):
             request = request_head(
-                "GET /", *upgrade, **port_headers_with_host(other, port), **PLACES["everywhere"](token)
+                "GET /", *upgrade_headers, **port_headers_with_host(other_sandbox, port), **PLACES["everywhere"](token)
             )
             with raw_connection(memory_gateway, request) as connection:
                 assert read_status(connection)[0] in (401, 403)
 
 
 def test_signed_urls_do_not_work_for_another_sandbox(
-    memory_gateway: MemoryGateway, keyless_client: httpx.Client, sandbox: dict[str, Any], other: dict[str, Any]
+    memory_gateway: MemoryGateway, keyless_client: httpx.Client, sandbox: dict[str, Any], other_sandbox: dict[str, Any]
 ) -> None:
-    with guarded_ports(memory_gateway, other):
-        for token in (*token_headers(sandbox), READ_KEY):
+    with guarded_ports(memory_gateway, other_sandbox):
+        for token in (*list_tokens(sandbox), READ_KEY):
             for operation, method in (("read", "GET"), ("write", "POST")):
                 signature = get_signature("/x", operation, None, token)["signature"]
                 for port in PORTS:
                     url = f"/files?path=/x&signature={signature}"
                     assert keyless_client.request(
-                        method, url, headers=port_headers_with_host(other, port)
+                        method, url, headers=port_headers_with_host(other_sandbox, port)
                     ).status_code == (401 if port == AGENT_PORT else 403)
 
 
-def test_conflicting_sandbox_names_reach_only_the_authorized_one(
-    memory_gateway: MemoryGateway, keyless_client: httpx.Client, sandbox: dict[str, Any], other: dict[str, Any]
+def test_requests_with_conflicting_names_reach_only_the_authorized_sandbox(
+    memory_gateway: MemoryGateway, keyless_client: httpx.Client, sandbox: dict[str, Any], other_sandbox: dict[str, Any]
 ) -> None:
     token_header = {"X-Access-Token": sandbox["envdAccessToken"]}
-    with guarded_ports(memory_gateway, other), raw_service(memory_gateway, sandbox) as service:
-        headers = port_headers(other, PORT) | port_headers_with_host(sandbox, PORT) | token_header
+    with guarded_ports(memory_gateway, other_sandbox), raw_service(memory_gateway, sandbox) as service:
+        headers = port_headers(other_sandbox, PORT) | port_headers_with_host(sandbox, PORT) | token_header
         assert keyless_client.get("/", headers=headers).status_code == 200 and len(service.heads) == 1
         assert (
             keyless_client.get(
-                "/", headers=port_headers(sandbox, PORT) | port_headers_with_host(other, PORT) | token_header
+                "/", headers=port_headers(sandbox, PORT) | port_headers_with_host(other_sandbox, PORT) | token_header
             ).status_code
             == 403
         )
-        both_sandboxes = (*port_headers(sandbox, PORT).items(), *port_headers(other, PORT).items())
-        repeated_headers = [*both_sandboxes, *token_header.items()]
+        headers_for_both = (*port_headers(sandbox, PORT).items(), *port_headers(other_sandbox, PORT).items())
+        repeated_headers = [*headers_for_both, *token_header.items()]
         keyless_client.get("/", headers=repeated_headers)
         keyless_client.get("/", headers=repeated_headers[::-1])
 
 
-def test_a_reused_name_does_not_revive_its_tokens(
+def test_tokens_stay_invalid_when_the_sandbox_name_is_reused(
     memory_gateway: MemoryGateway, api: httpx.Client, keyless_client: httpx.Client, sandbox: dict[str, Any]
 ) -> None:
     api.delete("/sandboxes/one")
@@ -156,18 +159,18 @@ def test_a_reused_name_does_not_revive_its_tokens(
     namesake = create_sandbox(api, name=sandbox["sandboxID"])
     for heir in (successor, namesake):
         with guarded_ports(memory_gateway, heir):
-            for token in token_headers(sandbox):
+            for token in list_tokens(sandbox):
                 for ref in (heir["sandboxID"], heir["name"], sandbox["sandboxID"], "one"):
                     for port in PORTS:
                         headers = port_headers({"sandboxID": ref}, port, **PLACES["everywhere"](token))
                         assert keyless_client.get("/", headers=headers).status_code in (401, 403, 502)
 
 
-def test_tokens_do_not_open_the_gateways_api(
+def test_tokens_do_not_grant_access_to_the_gateways_api(
     memory_gateway: MemoryGateway, api: httpx.Client, keyless_client: httpx.Client, sandbox: dict[str, Any]
 ) -> None:
     volume = api.post("/volumes", json={"name": "data"}).json()
-    for token in (*token_headers(sandbox), volume["token"]):
+    for token in (*list_tokens(sandbox), volume["token"]):
         for place in PLACES.values():
             for method, path in (("GET", "/sandboxes"), ("POST", "/sandboxes/one/exec"), ("DELETE", "/sandboxes/one")):
                 assert keyless_client.request(method, path, headers=place(token)).status_code == 401
@@ -180,7 +183,7 @@ def test_tokens_do_not_open_the_gateways_api(
                 ).status_code in (401, 403)
 
 
-def test_a_read_key_reaches_no_port(
+def test_a_read_key_cannot_access_ports(
     memory_gateway: MemoryGateway, keyless_client: httpx.Client, sandbox: dict[str, Any]
 ) -> None:
     with guarded_ports(memory_gateway, sandbox):
@@ -195,7 +198,7 @@ def test_a_read_key_reaches_no_port(
 def test_the_same_requests_succeed_with_a_key(
     memory_gateway: MemoryGateway, keyless_client: httpx.Client, sandbox: dict[str, Any]
 ) -> None:
-    """Check that the attacks above fail because of their token, not because of their form."""
+    """Check that the attacks above fail because of their tokens, not because of their form."""
     for port in PORTS:
         with raw_service(memory_gateway, sandbox, port=port) as service:
             for make_headers in (port_headers, port_headers_with_host):
@@ -207,25 +210,25 @@ def test_the_same_requests_succeed_with_a_key(
 
 
 def test_only_the_access_token_signs_a_url_with_the_gateways_address(
-    memory_gateway: MemoryGateway, keyless_client: httpx.Client, sandbox: dict[str, Any], other: dict[str, Any]
+    memory_gateway: MemoryGateway, keyless_client: httpx.Client, sandbox: dict[str, Any], other_sandbox: dict[str, Any]
 ) -> None:
-    """The gateway searches all sandboxes for the signer, so every other secret must sign for none of them."""
-    others = [token for each in (sandbox, other) for token in token_headers(each)[1:]]
-    with guarded_ports(memory_gateway, sandbox), guarded_ports(memory_gateway, other):
-        for token in (*others, READ_KEY, EXEC_KEY, "", sandbox["sandboxID"], f":{sandbox['envdAccessToken']}"):
+    """The gateway searches all sandboxes for the signer, so no other secret may sign URLs."""
+    other_tokens = [token for each in (sandbox, other_sandbox) for token in list_tokens(each)[1:]]
+    with guarded_ports(memory_gateway, sandbox), guarded_ports(memory_gateway, other_sandbox):
+        for token in (*other_tokens, READ_KEY, EXEC_KEY, "", sandbox["sandboxID"], f":{sandbox['envdAccessToken']}"):
             for operation, method in (("read", "GET"), ("write", "POST")):
                 signature = get_signature("/x", operation, None, token or "x")["signature"]
                 for headers in ({}, *(place(sandbox["envdAccessToken"]) for place in PLACES.values())):
                     query = urlencode({"path": "/x", "signature": signature})
                     status = keyless_client.request(method, f"/files?{query}", headers=headers).status_code
                     assert status == 401, (method, token, headers)
-    with guarded_ports(memory_gateway, other), raw_service(memory_gateway, sandbox, port=AGENT_PORT) as agent:
+    with guarded_ports(memory_gateway, other_sandbox), raw_service(memory_gateway, sandbox, port=AGENT_PORT) as agent:
         signature = get_signature("/x", "read", None, sandbox["envdAccessToken"])["signature"]
         query = urlencode({"path": "/x", "signature": signature})
         assert keyless_client.get(f"/files?{query}").status_code == 200 and len(agent.heads) == 1
         # Headers that name another sandbox, or another port of this one, are not combined with the signature.
         for port in PORTS:
             for make_headers in (port_headers, port_headers_with_host):
-                response = keyless_client.get(f"/files?{query}", headers=make_headers(other, port))
+                response = keyless_client.get(f"/files?{query}", headers=make_headers(other_sandbox, port))
                 assert response.status_code in (401, 403)
         assert len(agent.heads) == 1

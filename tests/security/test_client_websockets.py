@@ -1,4 +1,4 @@
-"""A client with a key, or root in a guest, sends WebSocket messages that never end."""
+"""A client with a key, or root in a guest, sends endless WebSocket messages."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def _daemon(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Daemon, 
 def open_tunnels(
     daemon_and_sandbox: tuple[Daemon, dict[str, Any]], handler: Handler, **settings: Any
 ) -> Iterator[Tunnels]:
-    """Open connections to a service in a sandbox, which runs ``handler`` for each."""
+    """Open connections to a service in a sandbox. The service runs ``handler`` for each connection."""
     daemon, sandbox = daemon_and_sandbox
     service = RecordingService(handler, **settings)
     with Service(sandbox["address"], PORT, service.listen), contextlib.ExitStack() as stack:
@@ -76,7 +76,7 @@ async def never_read(connection: ServerConnection) -> None:
 
 
 def make_fragments(size: int) -> bytes:
-    """Return the beginning of a client's message: MESSAGE_BYTES in fragments of ``size`` bytes."""
+    """Return the beginning of a client's message. It has MESSAGE_BYTES in fragments of ``size`` bytes."""
     length = bytes([0x80 | size]) if size < 126 else b"\xfe" + size.to_bytes(2, "big")
     return b"\x02\x81\0\0\0\0x" + (b"\x00" + length + b"\0" * 4 + b"x" * size) * (MESSAGE_BYTES // (size + 8))
 
@@ -92,17 +92,17 @@ FLOODS = {
 
 @pytest.mark.parametrize("service", [read_all, never_read])
 @pytest.mark.parametrize("flood", FLOODS)
-def test_memory_for_floods_of_a_client_is_limited(
+def test_memory_use_is_limited_when_a_client_floods(
     _daemon: tuple[Daemon, dict[str, Any]], flood: str, service: Handler
 ) -> None:
     with open_tunnels(_daemon, service) as (daemon, clients):
-        before = daemon.memory_use()
+        memory_before = daemon.memory_use()
         peak = send_to_all(daemon, clients, FLOODS[flood])
-        assert peak - before < MAX_GROWTH
+        assert peak - memory_before < MAX_GROWTH
 
 
 @pytest.mark.parametrize(("size", "final"), [(0, True), (100, False), (60_000, False), (MESSAGE_BYTES, False)])
-def test_memory_for_floods_of_a_guest_is_limited(
+def test_memory_use_is_limited_when_a_guest_floods(
     _daemon: tuple[Daemon, dict[str, Any]], size: int, final: bool
 ) -> None:
     """The clients read nothing. The guest sends whole messages, fragments, or one long frame."""
@@ -111,21 +111,21 @@ def test_memory_for_floods_of_a_guest_is_limited(
     else:
         length = b"\x7e" + size.to_bytes(2, "big") if size < 1 << 16 else b"\x7f" + (16 << 20).to_bytes(8, "big")
     frame = (b"\x82" if final else b"\x00") + length + b"x" * size
-    floods = 0
+    flood_count = 0
 
     async def flood(connection: ServerConnection) -> None:
-        nonlocal floods
+        nonlocal flood_count
         connection.transport.write(b"" if final else b"\x02\x01x")
         connection.transport.write(frame * max(1, min(MESSAGE_BYTES // len(frame), 100_000)))
-        floods += 1
+        flood_count += 1
         await asyncio.Event().wait()
 
     with open_tunnels(_daemon, flood) as (daemon, _):
-        before = daemon.memory_use()
-        eventually(lambda: floods == CLIENTS, seconds=60)
+        memory_before = daemon.memory_use()
+        eventually(lambda: flood_count == CLIENTS, seconds=60)
         # The gateway reports no end of reading, so measure for a while.
-        peak = max(current_memory(daemon) for _ in range(20))
-        assert peak - before < MAX_GROWTH
+        peak = max(measure_memory(daemon) for _ in range(20))
+        assert peak - memory_before < MAX_GROWTH
 
 
 @pytest.mark.parametrize("controls", [b"\x89\x00", b"\x8a\x00"])
@@ -134,14 +134,14 @@ def test_thousands_of_control_frames_do_not_delay_others(controls: bytes) -> Non
     protocol = ClientFragments(WebSocketURI(False, "inside", 80, "/", ""), max_size=1 << 20)
     protocol.parser = Fragments.parse(protocol)
     protocol.receive_data(controls * 8000 + b"\x82\x01x")
-    seen_count = 0
+    control_frame_count = 0
     while protocol.control_limit_reached:
         batch = protocol.events_received()
         assert protocol.has_more and len(batch) <= MAX_CONTROLS
-        seen_count += len(batch)
+        control_frame_count += len(batch)
         protocol.receive_data(b"")
     *remaining, message = protocol.events_received()
-    assert seen_count + len(remaining) == 8000 and isinstance(message, Frame) and message.data == b"x"
+    assert control_frame_count + len(remaining) == 8000 and isinstance(message, Frame) and message.data == b"x"
 
 
 def test_messages_arrive_among_thousands_of_control_frames(_daemon: tuple[Daemon, dict[str, Any]]) -> None:
@@ -177,12 +177,12 @@ def send_to_all(daemon: Daemon, clients: list[ClientConnection], data: bytes) ->
         thread.start()
     peak = 0
     while any(thread.is_alive() for thread in threads):
-        peak = max(peak, current_memory(daemon))
-    return max(peak, current_memory(daemon))
+        peak = max(peak, measure_memory(daemon))
+    return max(peak, measure_memory(daemon))
 
 
-def current_memory(daemon: Daemon) -> int:
-    """Return the current memory of the daemon, and check that it responds."""
+def measure_memory(daemon: Daemon) -> int:
+    """Return the current memory use of the daemon in bytes, and check that it responds."""
     daemon.check_health()
     threading.Event().wait(0.1)
     return daemon.memory_use()

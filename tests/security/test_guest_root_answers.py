@@ -34,14 +34,14 @@ from tests.security.hostile import (
 from tests.support.waiting import eventually
 
 _MB = 1 << 20
-_MAX_TURN_SECONDS = 0.2
+_MAX_BLOCKED_SECONDS = 0.2
 """Processor time. The largest possible response usually takes a third of it."""
-_QUADRATIC = b'"\\' * 100_000
+_QUADRATIC_BODY = b'"\\' * 100_000
 """Each quote looks like the beginning of a string. Parsing 200 KB of them once took two minutes."""
 
-Entry = Callable[[httpx.Client, str], httpx.Response]
+EntryPoint = Callable[[httpx.Client, str], httpx.Response]
 
-ENTRIES: dict[str, Entry] = {
+ENTRIES: dict[str, EntryPoint] = {
     "exec": lambda client, id: client.post(f"/sandboxes/{id}/exec", json={"args": ["true"]}),
     "v1 exec": lambda client, id: client.post(f"/v1/sandboxes/{id}/exec", json={"args": ["true"]}),
     "v1 eval": lambda client, id: client.post(f"/v1/sandboxes/{id}/eval", json={"code": "1"}),
@@ -62,7 +62,7 @@ def test_unterminated_strings_do_not_delay_others(
 ) -> None:
     with memory_gateway.client() as client:
         client.post("/volumes", json={"name": "data", "sizeMB": 64})
-        with replaced_agent(memory_gateway, sandbox, make_response(_QUADRATIC, status)):
+        with replaced_agent(memory_gateway, sandbox, make_response(_QUADRATIC_BODY, status)):
             response = check_others_are_served(
                 client, lambda: ENTRIES[entry](memory_gateway.client(), sandbox["sandboxID"])
             )
@@ -110,7 +110,7 @@ def test_an_invalid_response_fails_only_its_command(
         )
         assert (response.status_code, response.json()["kind"]) == (500, "backend_failed"), response.text
         assert len(response.content) < 2000
-    assert turns.longest < _MAX_TURN_SECONDS
+    assert turns.longest < _MAX_BLOCKED_SECONDS
 
 
 async def _hang_up(_: Any, writer: Any) -> None:
@@ -120,10 +120,10 @@ async def _hang_up(_: Any, writer: Any) -> None:
 @pytest.mark.parametrize("field", ["exitCode", "exit_code"])
 def test_numbers_from_a_guest_are_checked(memory_gateway: MemoryGateway, sandbox: dict[str, Any], field: str) -> None:
     route = "exec" if field == "exitCode" else "v1 eval"
-    texts = {"stdout": "", "stderr": "", "result": "", "error": ""}
+    text_fields = {"stdout": "", "stderr": "", "result": "", "error": ""}
     with memory_gateway.client() as client:
         for number in (256, -256, 10**300, 0.5, True, None, "0", [0], 10**4000):
-            body = json.dumps({**texts, field: number} if number != 10**4000 else texts).encode()
+            body = json.dumps({**text_fields, field: number} if number != 10**4000 else text_fields).encode()
             if number == 10**4000:
                 body = body.replace(b"{", b'{"%s": %s, ' % (field.encode(), b"1" + b"0" * 4000), 1)
             with replaced_agent(memory_gateway, sandbox, make_response(body)):
@@ -149,10 +149,10 @@ def test_the_largest_output_does_not_delay_others(
         LoopMonitor(memory_gateway) as turns,
     ):
         response = check_others_are_served(
-            client, lambda: _patient_client(memory_gateway).post("/sandboxes/one/exec", json={"args": ["x"]})
+            client, lambda: _make_patient_client(memory_gateway).post("/sandboxes/one/exec", json={"args": ["x"]})
         )
     assert response.status_code == 200
-    assert turns.longest < _MAX_TURN_SECONDS
+    assert turns.longest < _MAX_BLOCKED_SECONDS
     expected = data.decode(errors="replace")
     result = response.json()
     assert result["stdout"] == expected and result["stderr"] == expected and result["exitCode"] == 0
@@ -182,30 +182,28 @@ def test_the_largest_text_does_not_delay_others(
     ):
         route = "/v1/sandboxes/one/eval"
         response = check_others_are_served(
-            client, lambda: _patient_client(memory_gateway).post(route, json={"code": "x"})
+            client, lambda: _make_patient_client(memory_gateway).post(route, json={"code": "x"})
         )
     assert response.status_code == 200
-    assert turns.longest < _MAX_TURN_SECONDS
+    assert turns.longest < _MAX_BLOCKED_SECONDS
     expected = json.loads(b'"' + ESCAPES[escape] + b'"').encode(errors="replace").decode()
     assert response.json()["result"] == expected * count
 
 
-def _patient_client(memory_gateway: MemoryGateway) -> httpx.Client:
+def _make_patient_client(memory_gateway: MemoryGateway) -> httpx.Client:
     client = memory_gateway.client()
     client.timeout = httpx.Timeout(100)
     return client
 
 
 @pytest.mark.parametrize("entry", ENTRIES)
-def test_little_of_an_endless_response_is_read(
-    memory_gateway: MemoryGateway, sandbox: dict[str, Any], entry: str
-) -> None:
+def test_an_endless_response_is_cut_off(memory_gateway: MemoryGateway, sandbox: dict[str, Any], entry: str) -> None:
     """The gateway's memory allocations stay within the limit for such a response."""
     flood, sent_bytes = send_endlessly(b"x" * 65536)
     with memory_gateway.client() as client:
         client.post("/volumes", json={"name": "data", "sizeMB": 64})
-        endless = HEAD + b'Content-Length: 1000000000000\r\n\r\n{"a": "'
-        with replaced_agent(memory_gateway, sandbox, endless, then=flood):
+        endless_response = HEAD + b'Content-Length: 1000000000000\r\n\r\n{"a": "'
+        with replaced_agent(memory_gateway, sandbox, endless_response, then=flood):
             tracemalloc.start()
             try:
                 response = check_others_are_served(
@@ -230,7 +228,7 @@ def test_memory_for_endless_service_responses_is_limited(
     memory_gateway: MemoryGateway, sandbox: dict[str, Any], piece: bytes
 ) -> None:
     """The responses pass through the data plane, on many connections at once."""
-    begin = b"HTTP/1.1 200 OK\r\n" if piece.startswith(b"a") else b""
+    status_line = b"HTTP/1.1 200 OK\r\n" if piece.startswith(b"a") else b""
     flood, sent_bytes = send_endlessly(piece)
 
     def attack(statuses: list[int]) -> None:
@@ -239,24 +237,27 @@ def test_memory_for_endless_service_responses_is_limited(
             statuses.append(response.status_code)
 
     statuses: list[int] = []
-    with memory_gateway.client() as client, inside.raw_service(memory_gateway, sandbox, begin + piece, then=flood):
+    with (
+        memory_gateway.client() as client,
+        inside.raw_service(memory_gateway, sandbox, status_line + piece, then=flood),
+    ):
         threads = [threading.Thread(target=attack, args=(statuses,)) for _ in range(10)]
         for thread in threads:
             thread.start()
-        first = check_others_are_served(client, lambda: client.get("/sandboxes/one", timeout=100))
+        sandbox_response = check_others_are_served(client, lambda: client.get("/sandboxes/one", timeout=100))
         for thread in threads:
             thread.join(100)
-    assert first.status_code == 200
+    assert sandbox_response.status_code == 200
     assert statuses == [502] * 10
     # The buffers of the sockets. Without the limit, the service would send more.
     assert sent_bytes[0] < 200 * _MB
 
 
 def test_an_interim_response_is_ignored(memory_gateway: MemoryGateway, sandbox: dict[str, Any]) -> None:
-    hints = b"HTTP/1.1 103 Early Hints\r\nLink: x\r\n\r\n"
+    early_hints = b"HTTP/1.1 103 Early Hints\r\nLink: x\r\n\r\n"
     with (
         memory_gateway.client() as client,
-        inside.raw_service(memory_gateway, sandbox, hints * 20 + inside.make_reply(body=b"x" * 300_000)),
+        inside.raw_service(memory_gateway, sandbox, early_hints * 20 + inside.make_reply(body=b"x" * 300_000)),
     ):
         for _ in range(3):
             response = client.get("/", headers=inside.port_headers(sandbox, inside.PORT))
@@ -266,27 +267,27 @@ def test_an_interim_response_is_ignored(memory_gateway: MemoryGateway, sandbox: 
 def test_reasons_from_a_guest_contain_no_terminal_codes(
     memory_gateway: MemoryGateway, sandbox: dict[str, Any], caplog: pytest.LogCaptureFixture
 ) -> None:
-    evil = "\x1b]0;owned\x07\x1b[2Jno\r\x9b31m\u202e\u2028 disk\x00" + "x" * 100_000
+    hostile_text = "\x1b]0;owned\x07\x1b[2Jno\r\x9b31m\u202e\u2028 disk\x00" + "x" * 100_000
     with memory_gateway.client() as client:
         client.post("/volumes", json={"name": "data", "sizeMB": 64})
         for status in ("400 no", "404 no", "500 no"):
             for entry in ("exec", "v1 eval", "v1 ping", "volume", "pause"):
-                body = json.dumps({"message": evil[: 3000 if status == "400 no" else None]}).encode()
+                body = json.dumps({"message": hostile_text[: 3000 if status == "400 no" else None]}).encode()
                 with replaced_agent(memory_gateway, sandbox, make_response(body, status)):
                     response = ENTRIES[entry](client, sandbox["sandboxID"])
                 assert response.is_error
-                _check_clean(response.json()["message"])
+                _check_printable(response.json()["message"])
         with (
             caplog.at_level(logging.WARNING),
             replaced_agent(
-                memory_gateway, sandbox, make_response(json.dumps({"message": evil[:3000]}).encode(), "500 no")
+                memory_gateway, sandbox, make_response(json.dumps({"message": hostile_text[:3000]}).encode(), "500 no")
             ),
         ):
             assert ENTRIES["snapshot"](client, sandbox["sandboxID"]).status_code == 201
     reasons = [record.fields["reason"] for record in caplog.records if "reason" in getattr(record, "fields", {})]  # type: ignore[attr-defined]
     assert reasons
     for reason in reasons:
-        _check_clean(reason)
+        _check_printable(reason)
 
 
 def test_build_logs_contain_no_terminal_codes(memory_gateway: MemoryGateway) -> None:
@@ -297,10 +298,10 @@ def test_build_logs_contain_no_terminal_codes(memory_gateway: MemoryGateway) -> 
         log = client.get(f"{route}/logs", params={"follow": True}).text
         client.delete(f"/templates/{template['templateID']}")
     assert "$ true" in log and "ran true" in log
-    _check_clean(log)
+    _check_printable(log)
 
 
-def _check_clean(text: str) -> None:
+def _check_printable(text: str) -> None:
     assert len(text) < 4000
     assert all(char.isprintable() or char in "\n\t" for char in text), ascii(text)
 
@@ -308,11 +309,11 @@ def _check_clean(text: str) -> None:
 def test_large_responses_of_one_sandbox_are_limited_in_total(
     memory_gateway: MemoryGateway, sandbox: dict[str, Any]
 ) -> None:
-    """Eight commands run at once. Each receives almost as many bytes as its limit allows, and then none."""
+    """Eight commands run at once. Each receives almost as many bytes as its limit allows, and then waits for more."""
     size = guest_json.MAX_BYTES - 1000
     body = HEAD + b"Content-Length: %d\r\n\r\n" % (size + 100) + b'{"stdout": "' + b"x" * (size - 12)
 
-    async def wait(reader: Any, _: Any) -> None:
+    async def wait_for_disconnect(reader: Any, _: Any) -> None:
         await reader.read()
 
     statuses: list[int] = []
@@ -322,7 +323,7 @@ def test_large_responses_of_one_sandbox_are_limited_in_total(
             response = client.post("/sandboxes/one/exec", json={"args": ["x"], "timeout": 0.1}, timeout=100)
             statuses.append(response.status_code)
 
-    with memory_gateway.client() as client, replaced_agent(memory_gateway, sandbox, body, then=wait):
+    with memory_gateway.client() as client, replaced_agent(memory_gateway, sandbox, body, then=wait_for_disconnect):
         threads = [threading.Thread(target=attack) for _ in range(8)]
         for thread in threads:
             thread.start()
@@ -336,7 +337,7 @@ def test_large_responses_of_one_sandbox_are_limited_in_total(
 
 
 async def test_responses_of_all_sandboxes_are_limited_in_total(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Root in several sandboxes never ends the responses, but stays within the limit of each sandbox."""
+    """The responses of several sandboxes never end, but each sandbox stays within its own limit."""
     monkeypatch.setattr(guest_json, "MAX_TOTAL_HELD_BYTES", 1 << 20)
 
     with contextlib.ExitStack() as stack:
@@ -348,8 +349,8 @@ async def test_responses_of_all_sandboxes_are_limited_in_total(monkeypatch: pyte
     assert not guest_json._held_bytes
 
 
-def test_little_of_a_file_in_a_foreign_tree_is_read(tmp_path: Path) -> None:
-    """The tree is a foreign root file system for a template, whose /etc/passwd is a sparse file of 1 TB."""
+def test_a_huge_file_in_an_untrusted_tree_is_refused(tmp_path: Path) -> None:
+    """The tree is the root file system of an untrusted template. Its /etc/passwd is a sparse file of 1 TB."""
     (tmp_path / "etc").mkdir()
     with (tmp_path / "etc" / "passwd").open("wb") as file:
         file.truncate(1 << 40)

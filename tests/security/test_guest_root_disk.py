@@ -45,44 +45,44 @@ for device in glob.glob("/sys/bus/pci/devices/*"):
 
 
 @pytest.fixture
-def box(shared_gateway: Gateway, template: str) -> Iterator[str]:
+def sandbox_id(shared_gateway: Gateway, template: str) -> Iterator[str]:
     created = shared_gateway.call("POST", "/sandboxes", {"templateID": template, "timeout": 3600})
     yield str(created["sandboxID"])
     shared_gateway.client.delete(f"/sandboxes/{created['sandboxID']}")
 
 
-def test_the_qemu_log_is_bounded(shared_gateway: Gateway, box: str) -> None:
+def test_the_qemu_log_is_bounded(shared_gateway: Gateway, sandbox_id: str) -> None:
     """Root makes QEMU print without end. The log stays within its limit, and the machine keeps running.
 
-    The message about the end of the machine needs little memory.
+    When the machine stops, the gateway needs little memory to report why.
     """
-    pid = qemu_pid(shared_gateway, box)
-    result = shared_gateway.execute(box, "python3", "-c", ATTACK, str(PRINT_COUNT), timeout=240)
+    pid = find_qemu_pid(shared_gateway, sandbox_id)
+    result = shared_gateway.execute(sandbox_id, "python3", "-c", ATTACK, str(PRINT_COUNT), timeout=240)
     assert result["exitCode"] == 0, result
     output = b"".join(Path(f"/proc/{pid}/fd/{stream}").read_bytes()[:LOG_BYTES] for stream in (1, 2))
     assert b"queue_enable" in output, "this QEMU prints nothing there: find another register"
     assert [Path(f"/proc/{pid}/fd/{stream}").stat().st_size <= LOG_BYTES for stream in (1, 2)] == [True, True]
-    assert shared_gateway.sh(box, "echo alive") == "alive\n"
-    before = gateway_memory(shared_gateway)
+    assert shared_gateway.sh(sandbox_id, "echo alive") == "alive\n"
+    memory_before = measure_gateway_memory(shared_gateway)
     os.kill(pid, signal.SIGKILL)
-    eventually(lambda: show_sandbox(shared_gateway, box)["state"] == "paused")
-    reason = show_sandbox(shared_gateway, box)["stateReason"]
+    eventually(lambda: get_sandbox(shared_gateway, sandbox_id)["state"] == "paused")
+    reason = get_sandbox(shared_gateway, sandbox_id)["stateReason"]
     assert "queue_enable" in reason and len(reason) < 1000
-    assert gateway_memory(shared_gateway) - before < MAX_GROWTH
+    assert measure_gateway_memory(shared_gateway) - memory_before < MAX_GROWTH
 
 
-def test_a_restarted_gateway_reads_the_log(shared_gateway: Gateway, box: str) -> None:
-    """The log is in the memory of the QEMU process, through which the gateway finds it again."""
-    assert shared_gateway.execute(box, "python3", "-c", ATTACK, "1", timeout=60)["exitCode"] == 0
+def test_a_restarted_gateway_reads_the_log(shared_gateway: Gateway, sandbox_id: str) -> None:
+    """The log is an in-memory file of the QEMU process. The gateway finds it through this process."""
+    assert shared_gateway.execute(sandbox_id, "python3", "-c", ATTACK, "1", timeout=60)["exitCode"] == 0
     shared_gateway.restart()
-    os.kill(qemu_pid(shared_gateway, box), signal.SIGKILL)
-    eventually(lambda: show_sandbox(shared_gateway, box)["state"] == "paused")
-    assert "queue_enable" in show_sandbox(shared_gateway, box)["stateReason"]
+    os.kill(find_qemu_pid(shared_gateway, sandbox_id), signal.SIGKILL)
+    eventually(lambda: get_sandbox(shared_gateway, sandbox_id)["state"] == "paused")
+    assert "queue_enable" in get_sandbox(shared_gateway, sandbox_id)["stateReason"]
 
 
-def test_a_log_file_of_an_older_release_is_truncated(shared_gateway: Gateway, box: str) -> None:
-    """The machine of an older release appends to a file on disk. The test writes such a file."""
-    path = instance_directory(shared_gateway, box) / "run" / "qemu.log"
+def test_a_log_file_of_an_older_release_is_truncated(shared_gateway: Gateway, sandbox_id: str) -> None:
+    """A machine that an older release started appends to a file on disk. The test writes to that file."""
+    path = instance_directory(shared_gateway, sandbox_id) / "run" / "qemu.log"
     with path.open("ab", buffering=0) as log:
         log.write(b"printed\n")
         shared_gateway.restart()
@@ -90,7 +90,7 @@ def test_a_log_file_of_an_older_release_is_truncated(shared_gateway: Gateway, bo
         for _ in range(2):
             log.write(b"x" * (LOG_BYTES + 1))
             eventually(lambda: path.stat().st_size == 0)
-    assert shared_gateway.sh(box, "echo alive") == "alive\n"
+    assert shared_gateway.sh(sandbox_id, "echo alive") == "alive\n"
 
 
 def instance_directory(gateway: Gateway, sandbox: str) -> Path:
@@ -99,8 +99,8 @@ def instance_directory(gateway: Gateway, sandbox: str) -> Path:
     return directory
 
 
-def qemu_pid(gateway: Gateway, sandbox: str) -> int:
-    """Return the id of the QEMU process of a sandbox."""
+def find_qemu_pid(gateway: Gateway, sandbox: str) -> int:
+    """Return the pid of a sandbox's QEMU process."""
     marker = f"{gateway.state_root}/sandboxes/{sandbox}/"
     for entry in Path("/proc").glob("[0-9]*"):
         try:
@@ -111,12 +111,12 @@ def qemu_pid(gateway: Gateway, sandbox: str) -> int:
     raise AssertionError(f"no machine of {sandbox}")
 
 
-def show_sandbox(gateway: Gateway, sandbox: str) -> Any:
+def get_sandbox(gateway: Gateway, sandbox: str) -> Any:
     return next(each for each in gateway.call("GET", "/sandboxes?limit=1000") if each["sandboxID"] == sandbox)
 
 
-def gateway_memory(gateway: Gateway) -> int:
-    """Return the memory of the gateway in bytes."""
+def measure_gateway_memory(gateway: Gateway) -> int:
+    """Return the memory use of the gateway in bytes."""
     assert gateway.process is not None
     status = Path(f"/proc/{gateway.process.pid}/status").read_text()
     return int(status.partition("VmRSS:")[2].split()[0]) << 10

@@ -1,8 +1,8 @@
 """Root in a virtual machine sends arbitrary frames.
 
-Only packets from the guest's own address leave its network slot, and only with the slot's address. The guest is a
-network namespace on the real tap of the slot, as in `tests/kvm_xfs/test_netns.py`. The host's end of the veth pair
-shows the frames that leave the slot. The last packet of each test is allowed. When it arrives, all earlier frames have
+Only packets from the guest's own address leave its network slot, with the slot's address as their source. The guest is
+a network namespace on the real tap of the slot, as in `tests/kvm_xfs/test_netns.py`. The tests observe outgoing frames
+at the host's end of the veth pair. The last packet of each test is allowed. When it arrives, all earlier frames have
 been checked.
 """
 
@@ -37,7 +37,7 @@ from tests.kvm_xfs.test_netns import OPEN, Guest, OutsideMachine, run_inside, wo
 pytestmark = pytest.mark.usefixtures("need_root")
 
 IPV4, ARP, VLAN, QINQ, IPV6, EAPOL, LLDP = 0x0800, 0x0806, 0x8100, 0x88A8, 0x86DD, 0x888E, 0x88CC
-ALL = 3
+ETH_P_ALL = 3
 UDP, TCP, ICMP, IGMP = 17, 6, 1, 2
 PORT = 48126
 MARK, END = b"from-a-guest", b"the-last-one"
@@ -52,7 +52,7 @@ def make_frame(payload: bytes, kind: int = IPV4, *, to: str = TAP_MAC, source: s
     return parse_mac(to) + parse_mac(source) + struct.pack(">H", kind) + payload
 
 
-def checksum(data: bytes) -> int:
+def compute_checksum(data: bytes) -> int:
     total = sum(struct.unpack(f">{len(data) // 2}H", data))
     while total >> 16:
         total = (total & 0xFFFF) + (total >> 16)
@@ -70,11 +70,11 @@ def make_packet(
     id: int = 7,
 ) -> bytes:
     """Return an IPv4 packet. ``fragment``: the flags and the offset, as in the header."""
-    words = 5 + len(options) // 4
-    size = 4 * words + len(payload)
+    header_words = 5 + len(options) // 4
+    size = 4 * header_words + len(payload)
     addresses = socket.inet_aton(source) + socket.inet_aton(target)
-    head = struct.pack(">BBHHHBBH", 0x40 | words, 0, size, id, fragment, 64, protocol, 0) + addresses + options
-    return head[:10] + struct.pack(">H", checksum(head)) + head[12:] + payload
+    head = struct.pack(">BBHHHBBH", 0x40 | header_words, 0, size, id, fragment, 64, protocol, 0) + addresses + options
+    return head[:10] + struct.pack(">H", compute_checksum(head)) + head[12:] + payload
 
 
 def make_udp(source: str, target: str, port: int = PORT, data: bytes = MARK, **more: int) -> bytes:
@@ -107,9 +107,17 @@ Attack = Callable[[AttackAddresses], list[bytes]]
 
 def source_addresses(addresses: AttackAddresses) -> list[str]:
     slot, neighbour = addresses.slot, addresses.neighbour
-    own = [slot.host_address, slot.veth_address, addresses.elsewhere, addresses.host, addresses.volumes]
-    others = ["0.0.0.0", "255.255.255.255", "127.0.0.1", "169.254.0.20", "169.254.0.23", "224.0.0.1", "10.99.99.99"]
-    return [*own, *others, neighbour.host_address, neighbour.veth_address, GATEWAY_ADDRESS]
+    known_addresses = [slot.host_address, slot.veth_address, addresses.elsewhere, addresses.host, addresses.volumes]
+    special_addresses = [
+        "0.0.0.0",
+        "255.255.255.255",
+        "127.0.0.1",
+        "169.254.0.20",
+        "169.254.0.23",
+        "224.0.0.1",
+        "10.99.99.99",
+    ]
+    return [*known_addresses, *special_addresses, neighbour.host_address, neighbour.veth_address, GATEWAY_ADDRESS]
 
 
 def target_addresses(addresses: AttackAddresses) -> list[str]:
@@ -122,8 +130,8 @@ def target_addresses(addresses: AttackAddresses) -> list[str]:
     ]
 
 
-def extension_headers() -> bytes:
-    """Return a UDP datagram after three IPv6 extension headers."""
+def make_extension_headers() -> bytes:
+    """Return three IPv6 extension headers followed by a UDP datagram."""
     padding = struct.pack(">BBBBI", 0, 0, 1, 4, 0)
     return b"\x00" + padding[1:] + b"\x3c" + padding[1:] + bytes([UDP]) + padding[1:] + MARK
 
@@ -155,7 +163,7 @@ ATTACKS: dict[str, Attack] = {
         )
     ],
     "IPv6 extension headers": lambda p: [
-        make_frame(make_ipv6("fe80::1", "ff02::1", extension_headers(), 0), IPV6, to=BROADCAST)
+        make_frame(make_ipv6("fe80::1", "ff02::1", make_extension_headers(), 0), IPV6, to=BROADCAST)
     ],
     "IPv4 labelled as IPv6, and vice versa": lambda p: [
         make_frame(make_udp(GUEST_ADDRESS, p.elsewhere), IPV6),
@@ -251,7 +259,7 @@ ATTACKS: dict[str, Attack] = {
 
 
 class Sniffer:
-    """Records the frames at an interface of the host or of a namespace. ``incoming``: only incoming frames."""
+    """Captures frames on an interface of the host or of a namespace. ``incoming``: capture only incoming frames."""
 
     def __init__(
         self,
@@ -287,13 +295,13 @@ class Sniffer:
 def open_sniffer(name: str) -> socket.socket:
     # Set the protocol only when binding. Otherwise, the socket would receive frames of all interfaces.
     sniffer_socket = socket.socket(socket.AF_PACKET, socket.SOCK_RAW)
-    sniffer_socket.bind((name, ALL))
+    sniffer_socket.bind((name, ETH_P_ALL))
     sniffer_socket.settimeout(15)
     return sniffer_socket
 
 
 def read_network_state(slot: Slot) -> list[str]:
-    """Return the routes, addresses and rules of a slot and of the host. Checks the neighbour entry of the guest."""
+    """Return the routes, addresses and rules of a slot and of the host, and check the guest's neighbour entry."""
     outputs = []
     for command in (("ip", "route"), ("ip", "-6", "route"), ("ip", "-br", "address"), ("nft", "list", "ruleset")):
         for prefix in ((), ("nsenter", f"--net={slot.path}")):
@@ -301,14 +309,14 @@ def read_network_state(slot: Slot) -> list[str]:
             # On the host, use only the lines of this slot, because other slots are created and removed.
             lines = [line for line in output.splitlines() if prefix or slot.name in line]
             outputs.append("\n".join(line for line in lines if "counter" not in line))
-    neighbours = subprocess.run(
+    neighbour_output = subprocess.run(
         ["nsenter", f"--net={slot.path}", "ip", "neighbour", "show", "dev", TAP],
         capture_output=True,
         text=True,
         check=True,
         timeout=20,
     ).stdout
-    guest_entries = [line for line in neighbours.splitlines() if line.startswith(f"{GUEST_ADDRESS} ")]
+    guest_entries = [line for line in neighbour_output.splitlines() if line.startswith(f"{GUEST_ADDRESS} ")]
     assert guest_entries
     assert all(GUEST_MAC in line and "PERMANENT" in line for line in guest_entries)
     return outputs
@@ -325,7 +333,7 @@ def send_frames(guest: Guest, frames: list[bytes]) -> None:
 
 
 @dataclass
-class Arena:
+class MonitoredSlot:
     addresses: AttackAddresses
     guest: Guest
     host_sniffer: Sniffer
@@ -335,7 +343,7 @@ class Arena:
     neighbour_sniffer: Sniffer
     """At the tap of the neighbour's slot."""
 
-    def check_leaving_frames(self) -> list[bytes]:
+    def check_outgoing_frames(self) -> list[bytes]:
         """Return the frames that left the slot, and assert that all of them are allowed."""
         send_frames(self.guest, [make_frame(make_udp(GUEST_ADDRESS, self.addresses.elsewhere, data=END))])
         frames = self.host_sniffer.read_until(END)
@@ -349,15 +357,15 @@ class Arena:
                 sender = socket.inet_ntoa(each[28:32])
                 assert sender in (self.addresses.slot.host_address, self.addresses.slot.veth_address), each.hex()
                 assert MARK not in each
-        arrived = self.machine_sniffer.read_until(END)
-        assert not any(MARK in each for each in arrived), "a frame reached another machine"
-        pending = self.neighbour_sniffer.pending_frames()
-        assert not any(MARK in each for each in pending), "a frame reached the neighbour"
+        machine_frames = self.machine_sniffer.read_until(END)
+        assert not any(MARK in each for each in machine_frames), "a frame reached another machine"
+        neighbour_frames = self.neighbour_sniffer.pending_frames()
+        assert not any(MARK in each for each in neighbour_frames), "a frame reached the neighbour"
         return frames
 
 
 @contextlib.asynccontextmanager
-async def open_arena() -> AsyncIterator[Arena]:
+async def open_monitored_slot() -> AsyncIterator[MonitoredSlot]:
     async with world() as w:
         slot, other = await w.pool.take(OPEN), await w.pool.take(NetworkPolicy(allow_out=["0.0.0.0/0"]))
         guest, _ = w.guest(slot), w.guest(other)
@@ -369,7 +377,7 @@ async def open_arena() -> AsyncIterator[Arena]:
             Sniffer(lambda make: run_inside(other.path, make), TAP),
         )
         try:
-            yield Arena(addresses, guest, *sniffers)
+            yield MonitoredSlot(addresses, guest, *sniffers)
         finally:
             for sniffer in sniffers:
                 sniffer.close()
@@ -377,20 +385,22 @@ async def open_arena() -> AsyncIterator[Arena]:
 
 @pytest.mark.parametrize("attack", ATTACKS)
 async def test_only_the_guests_own_packets_leave_a_slot(attack: str) -> None:
-    async with open_arena() as arena:
-        send_frames(arena.guest, [make_frame(make_udp(GUEST_ADDRESS, arena.addresses.elsewhere, data=END))])
-        arena.host_sniffer.read_until(END), arena.machine_sniffer.read_until(END)
-        before = read_network_state(arena.addresses.slot)
-        with listen_everywhere(arena.addresses) as read_packets:
-            await asyncio.to_thread(send_frames, arena.guest, ATTACKS[attack](arena.addresses))
-            await asyncio.to_thread(arena.check_leaving_frames)
+    async with open_monitored_slot() as monitored_slot:
+        send_frames(
+            monitored_slot.guest, [make_frame(make_udp(GUEST_ADDRESS, monitored_slot.addresses.elsewhere, data=END))]
+        )
+        monitored_slot.host_sniffer.read_until(END), monitored_slot.machine_sniffer.read_until(END)
+        state_before = read_network_state(monitored_slot.addresses.slot)
+        with listen_everywhere(monitored_slot.addresses) as read_packets:
+            await asyncio.to_thread(send_frames, monitored_slot.guest, ATTACKS[attack](monitored_slot.addresses))
+            await asyncio.to_thread(monitored_slot.check_outgoing_frames)
             assert read_packets() == [], "a packet reached a service of the host"
-        assert read_network_state(arena.addresses.slot) == before
+        assert read_network_state(monitored_slot.addresses.slot) == state_before
 
 
 @contextlib.contextmanager
 def listen_everywhere(addresses: AttackAddresses) -> Iterator[Callable[[], list[bytes]]]:
-    """Open sockets at all addresses of the host. Yields a function that returns the packets they received."""
+    """Open sockets on all addresses of the host. Yields a function that returns the packets they received."""
     with contextlib.ExitStack() as stack:
         sockets = []
         for port in (PORT, 67, 68):
@@ -415,13 +425,13 @@ def listen_everywhere(addresses: AttackAddresses) -> Iterator[Callable[[], list[
 async def test_valid_fragments_pass() -> None:
     """Check that the attacks above fail because of their contents, not because frames are raw or fragmented."""
 
-    async with open_arena() as arena:
+    async with open_monitored_slot() as monitored_slot:
         data = os.urandom(8).hex().encode() * 4
-        whole = struct.pack(">HHHH", 5000, PORT, 8 + len(data), 0) + data
-        pieces = [
-            make_packet(GUEST_ADDRESS, arena.addresses.elsewhere, whole[:24], fragment=0x2000, id=21),
-            make_packet(GUEST_ADDRESS, arena.addresses.elsewhere, whole[24:], fragment=3, id=21),
+        datagram = struct.pack(">HHHH", 5000, PORT, 8 + len(data), 0) + data
+        fragments = [
+            make_packet(GUEST_ADDRESS, monitored_slot.addresses.elsewhere, datagram[:24], fragment=0x2000, id=21),
+            make_packet(GUEST_ADDRESS, monitored_slot.addresses.elsewhere, datagram[24:], fragment=3, id=21),
         ]
-        await asyncio.to_thread(send_frames, arena.guest, [make_frame(piece) for piece in pieces])
-        arrived = await asyncio.to_thread(arena.machine_sniffer.read_until, data[:16])
-        assert socket.inet_ntoa(arrived[-1][26:30]) == arena.addresses.host
+        await asyncio.to_thread(send_frames, monitored_slot.guest, [make_frame(packet) for packet in fragments])
+        machine_frames = await asyncio.to_thread(monitored_slot.machine_sniffer.read_until, data[:16])
+        assert socket.inet_ntoa(machine_frames[-1][26:30]) == monitored_slot.addresses.host

@@ -21,12 +21,12 @@ from tests.support.memory_engine import open_engine
 MB = 1 << 20
 EVENT = {"event": "RTC_CHANGE", "data": {"offset": 1}, "timestamp": {"seconds": 1, "microseconds": 1}}
 """The event that a guest causes when it sets its clock."""
-EVENTS = 2000
+EVENT_COUNT = 2000
 
 
 async def test_machine_events_are_not_stored(tmp_path: Path) -> None:
-    files = Instance(tmp_path)
-    files.run.mkdir()
+    instance = Instance(tmp_path)
+    instance.run.mkdir()
 
     async def fake_qemu(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         version = {"qemu": {"major": 7, "minor": 2, "micro": 0}, "package": ""}
@@ -34,12 +34,12 @@ async def test_machine_events_are_not_stored(tmp_path: Path) -> None:
         await reader.read(4096)
         writer.write(b'{"return": {}}\n')
         while request := await reader.read(4096):
-            writer.write((json.dumps(EVENT) + "\n").encode() * EVENTS)
+            writer.write((json.dumps(EVENT) + "\n").encode() * EVENT_COUNT)
             writer.write(json.dumps({"return": {}, "id": json.loads(request)["id"]}).encode() + b"\n")
         writer.close()
 
-    server = await asyncio.start_unix_server(fake_qemu, files.qmp)
-    machine = Machine(os.getpid(), files)
+    server = await asyncio.start_unix_server(fake_qemu, instance.qmp)
+    machine = Machine(os.getpid(), instance)
     try:
         await machine.execute("query-status")
         assert machine._qmp is not None
@@ -50,8 +50,8 @@ async def test_machine_events_are_not_stored(tmp_path: Path) -> None:
         server.close()
 
 
-def peak_allocation(work: Callable[[], None]) -> int:
-    """Return the peak memory of ``work`` in bytes."""
+def measure_peak_allocation(work: Callable[[], None]) -> int:
+    """Return the peak memory that ``work`` allocates, in bytes."""
     tracemalloc.start()
     try:
         work()
@@ -73,7 +73,7 @@ def test_output_of_a_setup_command_is_bounded() -> None:
         lines.feed(b"why\n")
         lines.flush()
 
-    assert peak_allocation(attack) < 8 * MB
+    assert measure_peak_allocation(attack) < 8 * MB
     build.end("error")
     assert sum(map(sys.getsizeof, build.lines)) < 2 * MB
     assert build.lines[0].startswith("xxx") and build.lines[-1] == "why"
@@ -91,12 +91,12 @@ def test_a_short_build_log_is_complete() -> None:
 
 
 @pytest.mark.anyio
-async def test_invented_statuses_share_one_metric_label(tmp_path: Path) -> None:
+async def test_unknown_statuses_share_one_metric_label(tmp_path: Path) -> None:
     async with open_engine(tmp_path) as engine:
         metrics = Metrics(engine)
         for status in range(200, 600):
             metrics.record_request("GET", "data plane", status, 0.1)
-        rendered = metrics.render().decode()
-    counts = [line for line in rendered.splitlines() if line.startswith("sandbox_gateway_request_seconds_count")]
-    assert len(counts) < 70
-    assert any('status="404"' in line for line in counts) and any('status="other"' in line for line in counts)
+        output = metrics.render().decode()
+    count_lines = [line for line in output.splitlines() if line.startswith("sandbox_gateway_request_seconds_count")]
+    assert len(count_lines) < 70
+    assert any('status="404"' in line for line in count_lines) and any('status="other"' in line for line in count_lines)

@@ -1,7 +1,7 @@
 """Root in a virtual machine uses a custom NFS client to attack the volume of another sandbox.
 
-The attacker knows everything that the other sandbox knows about its volume: file handles, the name of the export, ports
-and addresses. Tests in `tests/kvm_xfs` cover invalid handles and paths.
+The attacker knows everything that the other sandbox knows about its volume: file handles, the export name, ports and
+addresses. Tests in `tests/kvm_xfs` cover invalid handles and paths.
 """
 
 from __future__ import annotations
@@ -16,18 +16,18 @@ from sandbox_gateway.hosts.kvm_xfs.network.addresses import GATEWAY_ADDRESS, Slo
 from sandbox_gateway.hosts.kvm_xfs.volumes.file_system import format_image
 from sandbox_gateway.records import new_id
 from tests.kvm_xfs.test_netns import Guest, run_inside
-from tests.kvm_xfs.test_volume_server import CUT_OFF, Setup, Volume, nfs_status, setup
+from tests.kvm_xfs.test_volume_server import DISCONNECT_ERRORS, Setup, Volume, nfs_status, setup
 from tests.support import nfs3
 from tests.support.nfs3 import Mount, Nfs, NfsError, RpcRejected
 
 pytestmark = pytest.mark.usefixtures("need_root")
 
-REFUSED = (NfsError, RpcRejected, *CUT_OFF, OSError)
+REFUSED = (NfsError, RpcRejected, *DISCONNECT_ERRORS, OSError)
 SECRET = b"of another sandbox"
 
 
 class Victim:
-    """A volume with a secret, and its sandbox, whose root has revealed everything it knows."""
+    """A volume with a secret, and the sandbox that mounts it. The attacker knows all its handles."""
 
     def __init__(self, slot: Slot, guest: Guest, volume: Volume) -> None:
         self.slot, self.guest, self.volume = slot, guest, volume
@@ -73,11 +73,11 @@ def try_all_procedures(client: Nfs, victim: Victim) -> None:
 async def test_handles_of_another_volume_are_invalid(xfs_root: Path, uid: int) -> None:
     async with create_victim(xfs_root) as (s, victim):
         slot, attacker = await s.guest()
-        own = await s.volume()
-        await own.serve({slot: False})
-        root = own.mount_volume(attacker)
-        try_all_procedures(own.connect_nfs(attacker, uid=uid), victim)
-        client = own.connect_nfs(attacker)
+        own_volume = await s.volume()
+        await own_volume.serve({slot: False})
+        root = own_volume.mount_volume(attacker)
+        try_all_procedures(own_volume.connect_nfs(attacker, uid=uid), victim)
+        client = own_volume.connect_nfs(attacker)
         file = client.create(root, "own")
         for attempt in (
             lambda: client.rename(root, "own", victim.root, "planted"),
@@ -95,18 +95,23 @@ async def test_handles_of_another_volume_are_invalid(xfs_root: Path, uid: int) -
         victim.check_intact()
 
 
-async def test_ports_of_another_volume_are_closed_from_every_direction(xfs_root: Path) -> None:
+async def test_ports_of_another_volume_are_unreachable_at_every_address(xfs_root: Path) -> None:
     async with create_victim(xfs_root) as (s, victim):
         slot, attacker = await s.guest()
-        own = await s.volume()
-        await own.serve({slot: False})
-        own.mount_volume(attacker)
+        own_volume = await s.volume()
+        await own_volume.serve({slot: False})
+        own_volume.mount_volume(attacker)
         ports = (victim.volume.port, victim.volume.port + 1)
-        gateways = (GATEWAY_ADDRESS, volume_address(s.network), victim.slot.veth_address, victim.slot.host_address)
-        for address in (*gateways, slot.veth_address, slot.host_address):
+        gateway_addresses = (
+            GATEWAY_ADDRESS,
+            volume_address(s.network),
+            victim.slot.veth_address,
+            victim.slot.host_address,
+        )
+        for address in (*gateway_addresses, slot.veth_address, slot.host_address):
             for port in ports:
                 for source in (0, 700):
-                    with pytest.raises((*CUT_OFF, OSError)):
+                    with pytest.raises((*DISCONNECT_ERRORS, OSError)):
                         run_inside(
                             attacker.path,
                             lambda address=address, port=port, source=source: Nfs(
@@ -114,48 +119,51 @@ async def test_ports_of_another_volume_are_closed_from_every_direction(xfs_root:
                             ),
                         )
         # Not even the attacker's own volume is reachable at the address of the servers.
-        with pytest.raises((*CUT_OFF, OSError)):
-            run_inside(attacker.path, lambda: Mount(volume_address(s.network), own.port + 1, seconds=0.4))
+        with pytest.raises((*DISCONNECT_ERRORS, OSError)):
+            run_inside(attacker.path, lambda: Mount(volume_address(s.network), own_volume.port + 1, seconds=0.4))
         victim.check_intact()
 
 
 async def test_another_volumes_export_cannot_be_mounted(xfs_root: Path) -> None:
     async with create_victim(xfs_root) as (s, victim):
         slot, attacker = await s.guest()
-        own = await s.volume()
-        await own.serve({slot: False})
+        own_volume = await s.volume()
+        await own_volume.serve({slot: False})
         victim_id = victim.volume.id
         for path in (
             f"/{victim_id}",
             victim_id,
-            f"/{own.id}/../{victim_id}",
+            f"/{own_volume.id}/../{victim_id}",
             f"//{victim_id}",
             "/" * 1000,
         ):
-            assert nfs_status(own.mount_volume, attacker, path) != nfs3.OK
+            assert nfs_status(own_volume.mount_volume, attacker, path) != nfs3.OK
         # As a C string, this is the attacker's own volume.
-        assert own.mount_volume(attacker, f"/{own.id}\0/{victim_id}") == own.mount_volume(attacker)
-        with run_inside(attacker.path, lambda: Mount(GATEWAY_ADDRESS, own.port + 1)) as mount:
+        assert own_volume.mount_volume(attacker, f"/{own_volume.id}\0/{victim_id}") == own_volume.mount_volume(attacker)
+        with run_inside(attacker.path, lambda: Mount(GATEWAY_ADDRESS, own_volume.port + 1)) as mount:
             assert victim_id not in str(mount.exports())
         victim.check_intact()
 
 
-async def test_handles_do_not_survive_a_reused_port(xfs_root: Path) -> None:
-    """A sandbox keeps the handles of a volume, whose port later belongs to another volume."""
+async def test_handles_are_invalid_after_the_port_is_reused(xfs_root: Path) -> None:
+    """A sandbox keeps the handles of a volume. Later, the server of another volume uses the port."""
 
     async with create_victim(xfs_root) as (s, victim):
         slot, heir = await s.guest()
         await victim.volume.serve({slot: False})
         heir_client = victim.volume.connect_nfs(heir)
         assert heir_client.read(victim.file) == SECRET, "the volume now belongs to the heir"
-        with pytest.raises(CUT_OFF):
+        with pytest.raises(DISCONNECT_ERRORS):
             victim.volume.connect_nfs(victim.guest, seconds=0.4)
         await victim.volume.serve({})
-        later = Volume(s, s.root / f"{new_id()}.img", victim.volume.port)
-        await format_image(later.image, later.id, 64)
-        await later.serve({slot: False, victim.slot: False})
-        root = later.mount_volume(heir)
-        later.connect_nfs(heir).write(later.connect_nfs(heir).create(root, "secret"), b"of the later one")
-        try_all_procedures(later.connect_nfs(victim.guest), victim)
-        assert nfs_status(later.connect_nfs(heir).lookup, root, "planted") == nfs3.NOENT
-        assert later.connect_nfs(heir).read(later.connect_nfs(heir).lookup(root, "secret")) == b"of the later one"
+        later_volume = Volume(s, s.root / f"{new_id()}.img", victim.volume.port)
+        await format_image(later_volume.image, later_volume.id, 64)
+        await later_volume.serve({slot: False, victim.slot: False})
+        root = later_volume.mount_volume(heir)
+        later_volume.connect_nfs(heir).write(later_volume.connect_nfs(heir).create(root, "secret"), b"of the later one")
+        try_all_procedures(later_volume.connect_nfs(victim.guest), victim)
+        assert nfs_status(later_volume.connect_nfs(heir).lookup, root, "planted") == nfs3.NOENT
+        assert (
+            later_volume.connect_nfs(heir).read(later_volume.connect_nfs(heir).lookup(root, "secret"))
+            == b"of the later one"
+        )

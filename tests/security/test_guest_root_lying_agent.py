@@ -1,6 +1,6 @@
-"""Root in a sandbox runs a program that sends invalid HTTP in place of the agent, or at another port.
+"""Root in a sandbox runs a program that sends invalid HTTP instead of the agent, or on another port.
 
-This harms only its own sandbox. `test_guest_root_answers.py` covers invalid JSON.
+This affects only its own sandbox. `test_guest_root_answers.py` covers invalid JSON.
 """
 
 from __future__ import annotations
@@ -30,13 +30,13 @@ from tests.api.inside import (
 from tests.api.memory_gateway import EXEC_KEY, MemoryGateway
 from tests.api.test_sandboxes import create_sandbox
 
-CALLS = (
+AGENT_REQUESTS = (
     ("POST", "/sandboxes/one/exec", {"args": ["true"]}),
     ("POST", "/v1/sandboxes/one/eval", {"code": "1"}),
     ("POST", "/v1/sandboxes/one/ping", None),
     ("GET", "/sandboxes/one", None),
 )
-"""All requests to an agent that a client with a limited key can cause."""
+"""All API calls by which a client with a limited key can cause requests to an agent."""
 OK = b"HTTP/1.1 200 OK\r\n"
 HOST_SERVICE_PORT = 47113
 """The port to which responses redirect the gateway. The test listens on it."""
@@ -49,7 +49,7 @@ def _short_timeouts(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def host_service(memory_gateway: MemoryGateway) -> Iterator[RawService]:
-    """A service of the host that must receive no requests."""
+    """A service on the host that must not receive requests."""
     canary = RawService()
     with Service("127.0.0.1", HOST_SERVICE_PORT, canary.listen):
         yield canary
@@ -58,9 +58,9 @@ def host_service(memory_gateway: MemoryGateway) -> Iterator[RawService]:
 class Probe:
     """Sends requests to `/health` and to a port of another sandbox until the context ends."""
 
-    def __init__(self, memory_gateway: MemoryGateway, other: dict[str, Any]) -> None:
+    def __init__(self, memory_gateway: MemoryGateway, other_sandbox: dict[str, Any]) -> None:
         self._served = memory_gateway
-        self._other = other
+        self._other = other_sandbox
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._send_requests)
         self.responses = 0
@@ -79,8 +79,8 @@ class Probe:
         return self
 
     def __exit__(self, *_: object) -> None:
-        before = self.responses
-        eventually(lambda: self.responses > before or self.failures)
+        count_before = self.responses
+        eventually(lambda: self.responses > count_before or self.failures)
         self._stop.set()
         self._thread.join()
         assert self.failures == []
@@ -103,9 +103,9 @@ async def hang_up(_: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None
     writer.close()
 
 
-BOMB = gzip.compress(b'{"exitCode": 0, "stdout": "' + b"A" * (64 << 20) + b'"}')
+GZIP_BOMB = gzip.compress(b'{"exitCode": 0, "stdout": "' + b"A" * (64 << 20) + b'"}')
 
-_HOST_SERVICE = f"http://127.0.0.1:{HOST_SERVICE_PORT}"
+_HOST_SERVICE_URL = f"http://127.0.0.1:{HOST_SERVICE_PORT}"
 
 FALSE_RESPONSES: dict[str, tuple[bytes, Handler | None]] = {
     "nothing": (b"", None),
@@ -131,10 +131,10 @@ FALSE_RESPONSES: dict[str, tuple[bytes, Handler | None]] = {
     "early hints without end": (b"HTTP/1.1 103 Early Hints\r\n\r\n", repeat(b"HTTP/1.1 103 Early Hints\r\n\r\n" * 100)),
     "100 without end": (b"HTTP/1.1 100 Continue\r\n\r\n", repeat(b"HTTP/1.1 100 Continue\r\n\r\n" * 100)),
     "an invalid status": (b"HTTP/1.1 999 X\r\nContent-Length: 2\r\n\r\n{}", hang_up),
-    "a gzip bomb": (make_reply("200 OK", BOMB, "Content-Encoding: gzip", "Content-Type: application/json"), None),
-    "a redirect": (make_reply("302 Found", b"", f"Location: {_HOST_SERVICE}/stolen"), None),
+    "a gzip bomb": (make_reply("200 OK", GZIP_BOMB, "Content-Encoding: gzip", "Content-Type: application/json"), None),
+    "a redirect": (make_reply("302 Found", b"", f"Location: {_HOST_SERVICE_URL}/stolen"), None),
     "a redirect that keeps the method": (
-        make_reply("307 X", b"", f"Location: {_HOST_SERVICE}/stolen"),
+        make_reply("307 X", b"", f"Location: {_HOST_SERVICE_URL}/stolen"),
         None,
     ),
     "a redirect loop": (
@@ -142,11 +142,11 @@ FALSE_RESPONSES: dict[str, tuple[bytes, Handler | None]] = {
         None,
     ),
     "another location of the content": (
-        make_reply("201 X", b"[", f"Content-Location: {_HOST_SERVICE}/"),
+        make_reply("201 X", b"[", f"Content-Location: {_HOST_SERVICE_URL}/"),
         None,
     ),
     "a redirect to a proxy": (
-        make_reply("305 Use Proxy", b"", f"Location: {_HOST_SERVICE}/"),
+        make_reply("305 Use Proxy", b"", f"Location: {_HOST_SERVICE_URL}/"),
         None,
     ),
     "a request for authentication": (make_reply("401 X", b"", "WWW-Authenticate: Basic realm=gateway"), None),
@@ -157,17 +157,17 @@ FALSE_RESPONSES: dict[str, tuple[bytes, Handler | None]] = {
 
 
 @pytest.mark.parametrize("case", FALSE_RESPONSES)
-def test_a_false_agent_harms_only_its_sandbox(
+def test_a_lying_agent_affects_only_its_sandbox(
     memory_gateway: MemoryGateway, api: httpx.Client, sandbox: dict[str, Any], host_service: RawService, case: str
 ) -> None:
     response, then = FALSE_RESPONSES[case]
-    other = create_sandbox(api, name="other")
-    calls = CALLS[2:3] if "without end" in case and "chunks" not in case else CALLS
+    other_sandbox = create_sandbox(api, name="other")
+    agent_requests = AGENT_REQUESTS[2:3] if "without end" in case and "chunks" not in case else AGENT_REQUESTS
     with (
         raw_service(memory_gateway, sandbox, response, port=AGENT_PORT, then=then) as agent,
-        Probe(memory_gateway, other),
+        Probe(memory_gateway, other_sandbox),
     ):
-        for method, path, body in calls:
+        for method, path, body in agent_requests:
             request_count = len(agent.heads)
             result = api.request(method, path, json=body)
             if method == "GET":
@@ -181,14 +181,14 @@ def test_a_false_agent_harms_only_its_sandbox(
 
 
 @pytest.mark.parametrize("case", FALSE_RESPONSES)
-def test_a_false_service_affects_only_its_client(
+def test_a_lying_service_affects_only_its_client(
     memory_gateway: MemoryGateway, api: httpx.Client, sandbox: dict[str, Any], host_service: RawService, case: str
 ) -> None:
     response, then = FALSE_RESPONSES[case]
-    other = create_sandbox(api, name="other")
+    other_sandbox = create_sandbox(api, name="other")
     with (
         raw_service(memory_gateway, sandbox, response, then=then) as service,
-        Probe(memory_gateway, other),
+        Probe(memory_gateway, other_sandbox),
         memory_gateway.client(EXEC_KEY) as client,
     ):
         client.timeout = httpx.Timeout(2)
@@ -210,11 +210,11 @@ def test_compressed_responses_are_forwarded_unchanged(
     memory_gateway: MemoryGateway, api: httpx.Client, sandbox: dict[str, Any]
 ) -> None:
     with (
-        raw_service(memory_gateway, sandbox, make_reply("200 OK", BOMB, "Content-Encoding: gzip")),
+        raw_service(memory_gateway, sandbox, make_reply("200 OK", GZIP_BOMB, "Content-Encoding: gzip")),
         api.stream("GET", "/", headers=port_headers(sandbox, PORT)) as result,
     ):
         assert result.headers["content-encoding"] == "gzip"
-        assert b"".join(result.iter_raw()) == BOMB
+        assert b"".join(result.iter_raw()) == GZIP_BOMB
 
 
 # --- reused connections ---------------------------------------------------------------------------------------------
@@ -250,7 +250,7 @@ def test_a_surplus_response_does_not_reach_the_next_client(
         assert service.accepted >= 2, "the gateway reused the connection"
 
 
-def test_a_body_after_head_does_not_become_the_next_response(
+def test_the_body_of_a_head_response_does_not_become_the_next_response(
     memory_gateway: MemoryGateway, api: httpx.Client, sandbox: dict[str, Any]
 ) -> None:
     """The service sends a body in response to HEAD, as some careless servers do."""
@@ -262,17 +262,17 @@ def test_a_body_after_head_does_not_become_the_next_response(
 def test_responses_never_come_from_another_machine_or_port(
     memory_gateway: MemoryGateway, api: httpx.Client, sandbox: dict[str, Any]
 ) -> None:
-    other = create_sandbox(api, name="other")
-    poisoned = make_reply(body=b"first") + make_reply(body=b"poison") * 50
+    other_sandbox = create_sandbox(api, name="other")
+    poisoned_response = make_reply(body=b"first") + make_reply(body=b"poison") * 50
     with (
-        raw_service(memory_gateway, sandbox, poisoned),
+        raw_service(memory_gateway, sandbox, poisoned_response),
         raw_service(memory_gateway, sandbox, make_reply(body=b"clean"), port=PORT + 1),
-        raw_service(memory_gateway, other, make_reply(body=b"other")),
+        raw_service(memory_gateway, other_sandbox, make_reply(body=b"other")),
     ):
         for _ in range(10):
             api.get("/", headers=port_headers(sandbox, PORT))
             assert api.get("/", headers=port_headers(sandbox, PORT + 1)).text == "clean"
-            assert api.get("/", headers=port_headers(other, PORT)).text == "other"
+            assert api.get("/", headers=port_headers(other_sandbox, PORT)).text == "other"
 
 
 def test_an_early_response_does_not_reach_another_client(
@@ -289,11 +289,11 @@ def test_an_early_response_does_not_reach_another_client(
 
         return await asyncio.start_server(serve, where, port)
 
-    other = create_sandbox(api, name="other")
+    other_sandbox = create_sandbox(api, name="other")
     with (
         Service(machine_address(memory_gateway, sandbox), PORT, listen),
-        raw_service(memory_gateway, other, make_reply(body=b"other")),
+        raw_service(memory_gateway, other_sandbox, make_reply(body=b"other")),
     ):
         for _ in range(20):
             api.get("/", headers=port_headers(sandbox, PORT))
-            assert api.get("/", headers=port_headers(other, PORT)).text == "other"
+            assert api.get("/", headers=port_headers(other_sandbox, PORT)).text == "other"

@@ -24,34 +24,36 @@ from sandbox_gateway.hosts.jail_zfs.network.pf import jail_rules
 from sandbox_gateway.hosts.kvm_xfs.network import rules
 from sandbox_gateway.hosts.kvm_xfs.network.addresses import GATEWAY_ADDRESS, GUEST_MAC, Slot
 from sandbox_gateway.records import NetworkPolicy
-from tests.kvm_xfs.test_netns import METADATA, METADATA_SERVICES, OPEN, Guest, open_tap, run_inside, world
+from tests.kvm_xfs.test_netns import METADATA_ADDRESS, METADATA_SERVICES, OPEN, Guest, open_tap, run_inside, world
 
 pytestmark = pytest.mark.usefixtures("need_root")
 
 AZURE = "168.63.129.16"
 ALL_ADDRESSES = NetworkPolicy(allow_internet=False, allow_out=["0.0.0.0/0"])
-HALVES = NetworkPolicy(allow_out=["0.0.0.0/1", "128.0.0.0/1"])
-NEIGHBOURS = NetworkPolicy(allow_out=["169.252.0.0/14", "100.100.100.200/31", "168.63.128.0/23", "192.0.0.192/31"])
+BOTH_HALVES = NetworkPolicy(allow_out=["0.0.0.0/1", "128.0.0.0/1"])
+SURROUNDING_NETWORKS = NetworkPolicy(
+    allow_out=["169.252.0.0/14", "100.100.100.200/31", "168.63.128.0/23", "192.0.0.192/31"]
+)
 
 
 # --- metadata services -----------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("policy", [OPEN, ALL_ADDRESSES, HALVES, NEIGHBOURS])
+@pytest.mark.parametrize("policy", [OPEN, ALL_ADDRESSES, BOTH_HALVES, SURROUNDING_NETWORKS])
 async def test_metadata_services_are_unreachable_unless_allowed(policy: NetworkPolicy) -> None:
     async with world() as w:
         guest = w.guest(await w.pool.take(policy))
-        elsewhere = w.outside_machine()
-        w.keep(elsewhere.listen(80))
-        assert guest.can_reach(elsewhere.address, 80, timeout=20), "the outside machine is unreachable"
+        outside_machine = w.outside_machine()
+        w.close_at_end(outside_machine.listen(80))
+        assert guest.can_reach(outside_machine.address, 80, timeout=20), "the outside machine is unreachable"
         assert [service for service in METADATA_SERVICES if guest.can_reach(service, 80)] == []
 
 
 @pytest.mark.parametrize("service", METADATA_SERVICES)
-async def test_an_allowed_metadata_address_opens_no_other(service: str) -> None:
+async def test_allowing_one_metadata_address_does_not_allow_others(service: str) -> None:
     async with world() as w:
         guest = w.guest(await w.pool.take(NetworkPolicy(allow_out=["0.0.0.0/0", service])))
-        w.keep(w.outside_machine().listen(80))
+        w.close_at_end(w.outside_machine().listen(80))
         assert guest.can_reach(service, 80, timeout=20)
         assert [each for each in METADATA_SERVICES if each != service and guest.can_reach(each, 80)] == []
 
@@ -69,41 +71,41 @@ async def test_an_allowed_metadata_address_opens_no_other(service: str) -> None:
 async def test_a_name_server_at_a_metadata_address_answers_only_dns(policy: NetworkPolicy, is_reachable: bool) -> None:
     async with world(dns=[AZURE]) as w:
         guest = w.guest(await w.pool.take(policy))
-        elsewhere = w.outside_machine()
+        outside_machine = w.outside_machine()
         for port in (80, 53):
-            w.keep(elsewhere.listen(port))
+            w.close_at_end(outside_machine.listen(port))
         assert guest.can_reach(AZURE, 53, timeout=20 if is_reachable else 0.8) is is_reachable
-        assert not guest.can_reach(METADATA, 53)
+        assert not guest.can_reach(METADATA_ADDRESS, 53)
         assert not guest.can_reach(AZURE, 80)
 
 
-@pytest.mark.parametrize("policy", [OPEN, ALL_ADDRESSES, HALVES, NEIGHBOURS])
-def test_jail_rules_block_metadata_before_they_allow_anything(policy: NetworkPolicy) -> None:
+@pytest.mark.parametrize("policy", [OPEN, ALL_ADDRESSES, BOTH_HALVES, SURROUNDING_NETWORKS])
+def test_jail_rules_block_metadata_services_first(policy: NetworkPolicy) -> None:
     bridge = Bridge(CommandRunner(), name="sbxbr", prefix="sbx", subnet="10.231.0.0/16")
     rules = jail_rules(bridge, bridge.epair(7), policy, ["9.9.9.9"]).splitlines()
-    allowed = next(index for index, rule in enumerate(rules) if rule.startswith("pass in"))
+    first_pass_index = next(index for index, rule in enumerate(rules) if rule.startswith("pass in"))
     for network in ("169.254.0.0/16", "100.100.100.200/32", "168.63.129.16/32", "192.0.0.192/32"):
-        assert rules.index(f"block return in quick on sbxbr inet from 10.231.0.7 to {network}") < allowed
+        assert rules.index(f"block return in quick on sbxbr inet from 10.231.0.7 to {network}") < first_pass_index
 
 
-def test_jail_rules_open_explicitly_allowed_metadata() -> None:
+def test_jail_rules_allow_explicitly_listed_metadata_addresses() -> None:
     bridge = Bridge(CommandRunner(), name="sbxbr", prefix="sbx", subnet="10.231.0.0/16")
     policy = NetworkPolicy(allow_out=["0.0.0.0/0", "169.254.170.2"])
     rules = jail_rules(bridge, bridge.epair(7), policy, [AZURE]).splitlines()
-    suffix = "quick on sbxbr inet"
-    block = rules.index(f"block return in {suffix} from 10.231.0.7 to 169.254.0.0/16")
+    condition = "quick on sbxbr inet"
+    block_index = rules.index(f"block return in {condition} from 10.231.0.7 to 169.254.0.0/16")
     for rule in (
-        f"pass in {suffix} from 10.231.0.7 to 169.254.170.2/32",
-        f"pass in {suffix} proto udp from 10.231.0.7 to {AZURE}/32 port 53",
+        f"pass in {condition} from 10.231.0.7 to 169.254.170.2/32",
+        f"pass in {condition} proto udp from 10.231.0.7 to {AZURE}/32 port 53",
     ):
-        assert rules.index(rule) < block
-    assert rules.index(f"pass in {suffix} from 10.231.0.7 to any") > block
+        assert rules.index(rule) < block_index
+    assert rules.index(f"pass in {condition} from 10.231.0.7 to any") > block_index
 
 
 # --- tables that all namespaces share --------------------------------------------------------------------------
 
 MAX_TEST_CONNECTIONS = 300
-BLACK_HOLE = 9
+BLACK_HOLE_PORT = 9
 
 
 def run_in_namespace(namespace: Path, *argv: str) -> str:
@@ -135,9 +137,9 @@ def send_datagrams(guest: Guest, address: str, count: int) -> None:
 def send_pings(guest: Guest, address: str, count: int) -> None:
     with socket.socket(socket.AF_INET, socket.SOCK_RAW, socket.IPPROTO_ICMP) as client:
         for number in range(count):
-            echo = struct.pack(">BBHHH", 8, 0, 0xFFFF - (8 << 8) - number, number, 0)
+            echo_request = struct.pack(">BBHHH", 8, 0, 0xFFFF - (8 << 8) - number, number, 0)
             with contextlib.suppress(OSError):
-                client.sendto(echo, (address, 0))
+                client.sendto(echo_request, (address, 0))
 
 
 def send_syns(guest: Guest, address: str, count: int) -> None:
@@ -145,7 +147,7 @@ def send_syns(guest: Guest, address: str, count: int) -> None:
         with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as client:
             client.setblocking(False)
             with contextlib.suppress(OSError):
-                client.connect((address, BLACK_HOLE))
+                client.connect((address, BLACK_HOLE_PORT))
 
 
 @pytest.mark.parametrize("target", ["elsewhere", "gateway"])
@@ -156,54 +158,54 @@ async def test_a_connection_flood_does_not_fill_the_host_tables(
     monkeypatch.setattr(rules, "MAX_CONNECTIONS", MAX_TEST_CONNECTIONS, raising=False)
 
     async with world() as w:
-        slot, other = await w.pool.take(OPEN), await w.pool.take(OPEN)
-        guest, neighbour = w.guest(slot), w.guest(other)
-        elsewhere = w.outside_machine()
-        drop_rule = f"add rule ip t i tcp dport {BLACK_HOLE} drop"
+        slot, other_slot = await w.pool.take(OPEN), await w.pool.take(OPEN)
+        guest, neighbour = w.guest(slot), w.guest(other_slot)
+        outside_machine = w.outside_machine()
+        drop_rule = f"add rule ip t i tcp dport {BLACK_HOLE_PORT} drop"
         chain = "add table ip t; add chain ip t i { type filter hook input priority 0; }"
-        run_in_namespace(elsewhere.path, "nft", f"{chain}; {drop_rule}")
-        server = w.keep(elsewhere.listen(80))
-        client = w.keep(guest.connect(elsewhere.address, 80))
-        accepted = w.keep(server.accept()[0])
+        run_in_namespace(outside_machine.path, "nft", f"{chain}; {drop_rule}")
+        server = w.close_at_end(outside_machine.listen(80))
+        client = w.close_at_end(guest.connect(outside_machine.address, 80))
+        accepted_connection = w.close_at_end(server.accept()[0])
 
-        address = elsewhere.address if target == "elsewhere" else GATEWAY_ADDRESS
+        address = outside_machine.address if target == "elsewhere" else GATEWAY_ADDRESS
         run_inside(guest.path, lambda: flood(guest, address, 5 * MAX_TEST_CONNECTIONS))
         assert count_connections_in_slot(slot) <= MAX_TEST_CONNECTIONS + 10
         assert count_connections_on_host(slot) <= MAX_TEST_CONNECTIONS + 10
 
         client.sendall(b"on")
-        assert accepted.recv(2) == b"on", "existing connections no longer work"
+        assert accepted_connection.recv(2) == b"on", "existing connections no longer work"
         if count_connections_in_slot(slot) >= MAX_TEST_CONNECTIONS:
             with pytest.raises(OSError, match="No route to host"):
-                guest.connect(elsewhere.address, 80)
-        assert neighbour.can_reach(elsewhere.address, 80, timeout=20), "another sandbox is affected"
+                guest.connect(outside_machine.address, 80)
+        assert neighbour.can_reach(outside_machine.address, 80, timeout=20), "another sandbox is affected"
 
 
 async def test_a_sandbox_has_at_most_4096_connections() -> None:
     async with world() as w:
         slot = await w.pool.take(OPEN)
         guest = w.guest(slot)
-        elsewhere = w.outside_machine()
-        run_inside(guest.path, lambda: send_datagrams(guest, elsewhere.address, 12_000))
+        outside_machine = w.outside_machine()
+        run_inside(guest.path, lambda: send_datagrams(guest, outside_machine.address, 12_000))
         for table in (count_connections_in_slot(slot), count_connections_on_host(slot)):
             assert 2_000 < table <= 4_106
 
 
-async def test_unseen_resets_do_not_raise_the_limit(
+async def test_resets_that_the_host_misses_do_not_raise_the_limit(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """A reset that reaches only the slot removes the connection there, but not on the host, which keeps it for days."""
+    """A reset that reaches only the slot removes the connection there. The host would keep it for days."""
     monkeypatch.setattr(rules, "MAX_CONNECTIONS", MAX_TEST_CONNECTIONS, raising=False)
 
     async with world() as w:
         slot = await w.pool.take(OPEN)
         run_inside(slot.path, lambda: Path("/proc/sys/net/netfilter/nf_conntrack_tcp_timeout_close").write_text("0"))
         guest = w.guest(slot)
-        elsewhere = w.outside_machine()
-        server = w.keep(elsewhere.listen(80))
+        outside_machine = w.outside_machine()
+        server = w.close_at_end(outside_machine.listen(80))
 
-        def connect_and_vanish() -> None:
-            client = socket.create_connection((elsewhere.address, 80), 5)
+        def connect_and_reset() -> None:
+            client = socket.create_connection((outside_machine.address, 80), 5)
             client.setsockopt(socket.IPPROTO_IP, socket.IP_TTL, 1)
             client.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
             client.close()
@@ -211,8 +213,8 @@ async def test_unseen_resets_do_not_raise_the_limit(
         refused_count = 0
         for _ in range(2 * MAX_TEST_CONNECTIONS):
             try:
-                run_inside(guest.path, connect_and_vanish)
-                w.keep(server.accept()[0])
+                run_inside(guest.path, connect_and_reset)
+                w.close_at_end(server.accept()[0])
             except OSError:
                 refused_count += 1
                 if refused_count > 20:

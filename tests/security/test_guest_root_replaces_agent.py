@@ -14,7 +14,7 @@ from tests.support.gateway import TEMPLATE, Gateway
 from tests.support.waiting import eventually
 
 # A program that responds to every request with 200 KB in which each quote looks like the beginning of a string.
-HOSTILE = """
+HOSTILE_AGENT = """
 import socket, threading
 BODY = b'"' + bytes([92])
 BODY *= 100_000
@@ -33,18 +33,18 @@ def answer(connection):
 while True:
     threading.Thread(target=answer, args=listener.accept()[:1], daemon=True).start()
 """
-_REPLACE = "sleep 1; systemctl stop sandbox-agent; exec python3 /root/hostile.py"
-_SECONDS = 280
+_REPLACE_COMMAND = "sleep 1; systemctl stop sandbox-agent; exec python3 /root/hostile.py"
+_REQUEST_TIMEOUT_SECONDS = 280
 
 
 @pytest.fixture
-def evil(shared_gateway: Gateway, template: str) -> Iterator[str]:
+def attacker_id(shared_gateway: Gateway, template: str) -> Iterator[str]:
     """The id of a sandbox in which another program has replaced the agent."""
-    created = shared_gateway.call("POST", "/sandboxes", {"templateID": TEMPLATE, "timeout": -1})
-    id: str = created["sandboxID"]
-    program = base64.b64encode(HOSTILE.encode()).decode()
-    write = f"echo {program} | base64 -d > /root/hostile.py"
-    shared_gateway.sh(id, f"{write}; setsid sh -c '{_REPLACE}' </dev/null >/dev/null 2>&1 &")
+    new_sandbox = shared_gateway.call("POST", "/sandboxes", {"templateID": TEMPLATE, "timeout": -1})
+    id: str = new_sandbox["sandboxID"]
+    program = base64.b64encode(HOSTILE_AGENT.encode()).decode()
+    write_command = f"echo {program} | base64 -d > /root/hostile.py"
+    shared_gateway.sh(id, f"{write_command}; setsid sh -c '{_REPLACE_COMMAND}' </dev/null >/dev/null 2>&1 &")
     eventually(lambda: "with invalid JSON" in _ping(shared_gateway, id), 120)
     yield id
     shared_gateway.call("DELETE", f"/sandboxes/{id}")
@@ -54,40 +54,40 @@ def _ping(gateway: Gateway, id: str) -> str:
     return gateway.client.post(f"/v1/sandboxes/{id}/ping").text
 
 
-def test_the_gateway_keeps_serving_others(shared_gateway: Gateway, evil: str) -> None:
+def test_the_gateway_keeps_serving_others(shared_gateway: Gateway, attacker_id: str) -> None:
     gateway = shared_gateway
-    other = gateway.call("POST", "/sandboxes", {"templateID": TEMPLATE, "timeout": -1})["sandboxID"]
+    other_id = gateway.call("POST", "/sandboxes", {"templateID": TEMPLATE, "timeout": -1})["sandboxID"]
     gateway.call("POST", "/volumes", {"name": "of-evil", "sizeMB": 64})
     try:
         for route, body, status in (
-            (f"/sandboxes/{evil}/exec", {"args": ["true"]}, 500),
-            (f"/v1/sandboxes/{evil}/exec", {"args": ["true"]}, 500),
-            (f"/v1/sandboxes/{evil}/eval", {"code": "1"}, 500),
-            (f"/v1/sandboxes/{evil}/ping", {}, 500),
-            (f"/sandboxes/{evil}/volumes", {"name": "of-evil", "path": "/srv"}, 500),
-            (f"/sandboxes/{evil}/snapshots", {"memory": "none"}, 500),
-            (f"/sandboxes/{evil}/snapshots", {"name": "of-evil-memory"}, 201),
-            (f"/sandboxes/{evil}/pause", {"memory": False}, 500),
+            (f"/sandboxes/{attacker_id}/exec", {"args": ["true"]}, 500),
+            (f"/v1/sandboxes/{attacker_id}/exec", {"args": ["true"]}, 500),
+            (f"/v1/sandboxes/{attacker_id}/eval", {"code": "1"}, 500),
+            (f"/v1/sandboxes/{attacker_id}/ping", {}, 500),
+            (f"/sandboxes/{attacker_id}/volumes", {"name": "of-evil", "path": "/srv"}, 500),
+            (f"/sandboxes/{attacker_id}/snapshots", {"memory": "none"}, 500),
+            (f"/sandboxes/{attacker_id}/snapshots", {"name": "of-evil-memory"}, 201),
+            (f"/sandboxes/{attacker_id}/pause", {"memory": False}, 500),
         ):
-            response = check_others_are_served(gateway.client, _post(gateway, route, body))
+            response = check_others_are_served(gateway.client, _make_request(gateway, route, body))
             assert response.status_code == status, (route, response.text)
             assert len(response.content) < 10_000
         sandbox_response = check_others_are_served(
-            gateway.client, lambda: gateway.client.get(f"/sandboxes/{evil}", timeout=_SECONDS)
+            gateway.client, lambda: gateway.client.get(f"/sandboxes/{attacker_id}", timeout=_REQUEST_TIMEOUT_SECONDS)
         )
         assert sandbox_response.status_code == 200 and sandbox_response.json()["diverged"] is None
-        assert gateway.execute(other, "echo", "served")["stdout"] == "served\n"
+        assert gateway.execute(other_id, "echo", "served")["stdout"] == "served\n"
         # The fork must also receive an identity, so its agent must respond.
-        fork = check_others_are_served(
-            gateway.client, _post(gateway, "/snapshots/of-evil-memory/fork", {"name": "evil-fork"})
+        fork_response = check_others_are_served(
+            gateway.client, _make_request(gateway, "/snapshots/of-evil-memory/fork", {"name": "evil-fork"})
         )
-        assert fork.status_code == 500, fork.text
+        assert fork_response.status_code == 500, fork_response.text
     finally:
-        gateway.call("DELETE", f"/sandboxes/{other}")
+        gateway.call("DELETE", f"/sandboxes/{other_id}")
         gateway.client.delete("/snapshots/of-evil-memory?when=unused")
-        gateway.client.delete(f"/sandboxes/{evil}/volumes/of-evil")
+        gateway.client.delete(f"/sandboxes/{attacker_id}/volumes/of-evil")
         gateway.call("DELETE", "/volumes/of-evil?force=true")
 
 
-def _post(gateway: Gateway, route: str, body: dict[str, Any]) -> Callable[[], httpx.Response]:
-    return lambda: gateway.client.post(route, json=body, timeout=_SECONDS)
+def _make_request(gateway: Gateway, route: str, body: dict[str, Any]) -> Callable[[], httpx.Response]:
+    return lambda: gateway.client.post(route, json=body, timeout=_REQUEST_TIMEOUT_SECONDS)

@@ -9,17 +9,17 @@ from pathlib import Path
 from sandbox_gateway.hosts.kvm_xfs.template import apt, debian
 
 PASSWORD = "s3cret-of-the-proxy"
-OPTIONS = [f'Acquire::https::Proxy "http://user:{PASSWORD}@127.0.0.1:9"', 'Acquire::Retries "1"']
+APT_OPTIONS = [f'Acquire::https::Proxy "http://user:{PASSWORD}@127.0.0.1:9"', 'Acquire::Retries "1"']
 """The mirror uses HTTP, so this proxy for HTTPS is not used."""
 
 
-def test_the_proxy_password_is_in_no_template_and_no_command_line(need_root: None, tmp_path: Path) -> None:
+def test_the_proxy_password_is_not_in_templates_or_command_lines(need_root: None, tmp_path: Path) -> None:
     found_lines: set[str] = set()
-    stopped = threading.Event()
+    build_ended = threading.Event()
 
     def read_command_lines() -> None:
-        """Collect command lines until the build ends, as `ps` does."""
-        while not stopped.wait(0.05):
+        """Collect the command lines of all processes, as `ps` does, until the build ends."""
+        while not build_ended.wait(0.05):
             for entry in Path("/proc").glob("[0-9]*"):
                 try:
                     line = (entry / "cmdline").read_text(errors="replace")
@@ -33,7 +33,7 @@ def test_the_proxy_password_is_in_no_template_and_no_command_line(need_root: Non
     try:
         asyncio.run(run_build(tmp_path))
     finally:
-        stopped.set()
+        build_ended.set()
         watcher.join()
     assert found_lines == {"mmdebstrap"}
     archive = (tmp_path / "rootfs.tar").read_bytes()
@@ -43,7 +43,7 @@ def test_the_proxy_password_is_in_no_template_and_no_command_line(need_root: Non
 
 async def run_build(work: Path) -> None:
     suite = "bookworm"
-    options = [*await apt.apt_options(), *OPTIONS]
+    options = [*await apt.apt_options(), *APT_OPTIONS]
     sources = work / "host.sources"
     sources.write_text(apt.host_sources(suite).replace("https://", "http://"))
     await debian.debootstrap(suite, ["ca-certificates"], options, [str(sources)], work, print)

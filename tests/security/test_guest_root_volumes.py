@@ -1,6 +1,6 @@
 """Root in a sandbox attacks the server of its volume.
 
-The tests check the rights of a compromised server, and that it does not reveal or serve other volumes. Tests in
+The tests check the privileges of a compromised server, and that it does not reveal or serve other volumes. Tests in
 ``tests.kvm_xfs.test_volume_server`` cover invalid paths, names and handles.
 """
 
@@ -21,7 +21,7 @@ from sandbox_gateway.hosts.addresses import AGENT_PORT, CODE_PORT
 from sandbox_gateway.hosts.kvm_xfs.network.addresses import GATEWAY_ADDRESS, volume_address, volume_gateway
 from sandbox_gateway.hosts.kvm_xfs.qemu.cgroup import CONTROLLERS, Cgroups
 from tests.kvm_xfs.test_netns import run_inside
-from tests.kvm_xfs.test_volume_server import CUT_OFF, kill_process, nfs_status, run_command, setup
+from tests.kvm_xfs.test_volume_server import DISCONNECT_ERRORS, kill_process, nfs_status, run_command, setup
 from tests.support import nfs3
 from tests.support.nfs3 import Mount, NfsError, RpcRejected
 from tests.support.waiting import eventually
@@ -29,21 +29,21 @@ from tests.support.waiting import eventually
 pytestmark = pytest.mark.usefixtures("need_root")
 
 
-def process_status(pid: int) -> dict[str, str]:
+def read_process_status(pid: int) -> dict[str, str]:
     lines = Path(f"/proc/{pid}/status").read_text().splitlines()
     return dict(line.split(":\t", 1) for line in lines if ":\t" in line)
 
 
 def shares_namespace(pid: int, space: str) -> bool:
-    """Return whether a process shares the namespace of kind ``space`` with this process."""
+    """Return whether a process shares the namespace ``space``, such as `net`, with this process."""
     return Path(f"/proc/{pid}/ns/{space}").samefile(f"/proc/self/ns/{space}")
 
 
-async def test_a_server_has_few_rights_and_cannot_gain_more(xfs_root: Path) -> None:
+async def test_a_server_has_few_privileges_and_cannot_gain_more(xfs_root: Path) -> None:
     async with setup(xfs_root) as s:
         volume, (slot, _) = await s.volume(), await s.guest()
         await volume.serve({slot: False})
-        status = process_status(volume.pid)
+        status = read_process_status(volume.pid)
         assert status["Seccomp"] == "2"
         assert status["NoNewPrivs"] == "1"
         for kind in ("CapEff", "CapPrm", "CapBnd"):
@@ -77,7 +77,7 @@ async def test_a_server_is_limited_by_its_control_groups(xfs_root: Path) -> None
             assert not (hierarchy.mount / f"{s.network.prefix}-volumes" / volume.id).exists()
 
 
-REACH = """
+REACH_SCRIPT = """
 import json, socket, sys
 reached = []
 for address, port in json.loads(sys.argv[1]):
@@ -99,16 +99,23 @@ async def test_a_compromised_server_cannot_reach_other_services(xfs_root: Path) 
         for each in (guest, neighbour):
             for port in (AGENT_PORT, CODE_PORT, 8000):
                 s.stack.enter_context(each.listen(port))
-        host = s.stack.enter_context(socket.create_server(("0.0.0.0", 0)))
+        host_server = s.stack.enter_context(socket.create_server(("0.0.0.0", 0)))
         await volume.serve({slot: False})
         targets = [[each.host_address, port] for each in (slot, other) for port in (AGENT_PORT, CODE_PORT, 8000)]
-        gateways = (slot.veth_address, volume_address(s.network), "127.0.0.1", "198.18.0.1")
-        targets += [[address, host.getsockname()[1]] for address in gateways]
-        command = ["nsenter", f"--net=/proc/{volume.pid}/ns/net", sys.executable, "-c", REACH, json.dumps(targets)]
+        host_addresses = (slot.veth_address, volume_address(s.network), "127.0.0.1", "198.18.0.1")
+        targets += [[address, host_server.getsockname()[1]] for address in host_addresses]
+        command = [
+            "nsenter",
+            f"--net=/proc/{volume.pid}/ns/net",
+            sys.executable,
+            "-c",
+            REACH_SCRIPT,
+            json.dumps(targets),
+        ]
         assert json.loads(await asyncio.to_thread(run_command, *command)) == []
 
 
-FORBIDDEN = """
+FORBIDDEN_CALLS_SCRIPT = """
 import ctypes, os, socket, sys
 from sandbox_gateway.hosts.kvm_xfs.volumes import launcher
 from sandbox_gateway.hosts.kvm_xfs.volumes.seccomp import file_server_filter
@@ -151,7 +158,7 @@ print("threads and sockets work" if done else "no thread")
 
 @pytest.mark.skipif(os.uname().machine != "x86_64", reason="the system call numbers are those of x86_64")
 def test_the_seccomp_filter_blocks_privilege_escalation() -> None:
-    result = subprocess.run([sys.executable, "-c", FORBIDDEN], capture_output=True, text=True, timeout=60)
+    result = subprocess.run([sys.executable, "-c", FORBIDDEN_CALLS_SCRIPT], capture_output=True, text=True, timeout=60)
     assert (result.stdout, result.stderr) == ("threads and sockets work\n", "")
 
 
@@ -161,16 +168,16 @@ async def test_a_foreign_volume_cannot_be_mounted_or_read_by_handle(xfs_root: Pa
         (a, guest), (b, owner) = await s.guest(), await s.guest()
         await own.serve({a: False})
         await other.serve({b: False})
-        root = other.mount_volume(owner)
-        secret = other.connect_nfs(owner).create(root, "secret")
-        other.connect_nfs(owner).write(secret, b"secret")
+        root_handle = other.mount_volume(owner)
+        secret_handle = other.connect_nfs(owner).create(root_handle, "secret")
+        other.connect_nfs(owner).write(secret_handle, b"secret")
         assert nfs_status(own.mount_volume, guest, f"/{other.id}") != nfs3.OK
-        with pytest.raises(CUT_OFF):
+        with pytest.raises(DISCONNECT_ERRORS):
             other.mount_volume(guest, seconds=0.7)
-        with pytest.raises(CUT_OFF):
+        with pytest.raises(DISCONNECT_ERRORS):
             other.connect_nfs(guest, seconds=0.7)
         with pytest.raises((NfsError, RpcRejected)):
-            own.connect_nfs(guest).read(secret)
+            own.connect_nfs(guest).read(secret_handle)
 
 
 async def test_the_export_list_does_not_name_other_sandboxes(xfs_root: Path) -> None:
@@ -193,17 +200,17 @@ async def test_restarts_of_a_crashing_server_are_delayed(xfs_root: Path) -> None
     async with setup(xfs_root) as s:
         volume, (slot, guest) = await s.volume(), await s.guest()
         await volume.serve({slot: False})
-        waits = []
+        backoffs = []
         for _ in range(2):
-            waits.append(s.servers._servers[volume.id].backoff_seconds())
+            backoffs.append(s.servers._servers[volume.id].backoff_seconds())
             server = s.servers._servers[volume.id]
             await kill_process(server.pid)
             await asyncio.to_thread(eventually, lambda ended=server: s.servers._servers[volume.id] is not ended)
-        current = s.servers._servers[volume.id]
-        waits += [current.backoff_seconds()]
-        current.early_ends = 100
-        waits += [current.backoff_seconds()]
-        current.start_time -= 3600
-        waits += [current.backoff_seconds()]
-        assert waits == [0, 1, 2, 30, 0]
+        current_server = s.servers._servers[volume.id]
+        backoffs += [current_server.backoff_seconds()]
+        current_server.early_ends = 100
+        backoffs += [current_server.backoff_seconds()]
+        current_server.start_time -= 3600
+        backoffs += [current_server.backoff_seconds()]
+        assert backoffs == [0, 1, 2, 30, 0]
         assert volume.connect_nfs(guest).getattr(volume.mount_volume(guest)).kind == 2

@@ -1,4 +1,4 @@
-"""An ordinary user of the host, or a guest that broke into the process that serves it, searches for files of others."""
+"""An ordinary user of the host, or a guest that took over the process serving it, searches for other users' files."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ from tests.support.jail_world import JailZfsWorld
 from tests.support.live import Live
 
 SECRETS = {"SANDBOX_GATEWAY_TOKEN": "s3cret", "https_proxy": "http://user:s3cret@proxy", "NOTIFY_SOCKET": "/run/notify"}
-NOBODY = 65534
+NOBODY_UID = 65534
 
 # Paths are not secret, because `ps` shows the paths of a machine's files.
-READ = """
+READ_SCRIPT = """
 import json, sys
 found = []
 for path in json.load(sys.stdin):
@@ -34,13 +34,13 @@ print(json.dumps(found))
 """
 
 
-def readable_files(paths: list[Path]) -> list[str]:
-    """Return the files that a user without any rights can read."""
+def find_readable_files(paths: list[Path]) -> list[str]:
+    """Return those of ``paths`` that a user without privileges can read."""
     result = subprocess.run(
-        ["/usr/bin/python3", "-I", "-c", READ],
+        ["/usr/bin/python3", "-I", "-c", READ_SCRIPT],
         input=json.dumps([str(path) for path in paths]),
-        user=NOBODY,
-        group=NOBODY,
+        user=NOBODY_UID,
+        group=NOBODY_UID,
         extra_groups=[],
         cwd="/",
         capture_output=True,
@@ -61,15 +61,17 @@ def gateway_with_secrets(gateway: Callable[..., Gateway], monkeypatch: pytest.Mo
     """A gateway with secrets in its environment and with an object of each kind."""
     for name, value in SECRETS.items():
         monkeypatch.setenv(name, value)
-    created = gateway()
-    created.call("POST", "/volumes", {"name": "data", "sizeMB": 64})
+    new_gateway = gateway()
+    new_gateway.call("POST", "/volumes", {"name": "data", "sizeMB": 64})
     mounts = [{"name": "data", "path": "/data"}]
-    created.call("POST", "/sandboxes", {"templateID": TEMPLATE, "name": "box", "timeout": -1, "volumeMounts": mounts})
-    created.call("POST", "/sandboxes/box/snapshots", {"name": "mark", "volumes": ["data"]})
-    created.call("POST", "/volumes/data/snapshots", {"name": "alone"})
-    created.call("POST", "/sandboxes", {"templateID": TEMPLATE, "name": "sleeps", "timeout": -1})
-    created.call("POST", "/sandboxes/sleeps/pause")
-    return created
+    new_gateway.call(
+        "POST", "/sandboxes", {"templateID": TEMPLATE, "name": "box", "timeout": -1, "volumeMounts": mounts}
+    )
+    new_gateway.call("POST", "/sandboxes/box/snapshots", {"name": "mark", "volumes": ["data"]})
+    new_gateway.call("POST", "/volumes/data/snapshots", {"name": "alone"})
+    new_gateway.call("POST", "/sandboxes", {"templateID": TEMPLATE, "name": "sleeps", "timeout": -1})
+    new_gateway.call("POST", "/sandboxes/sleeps/pause")
+    return new_gateway
 
 
 def test_a_host_user_cannot_read_the_gateways_files(gateway_with_secrets: Gateway) -> None:
@@ -85,26 +87,26 @@ def test_a_host_user_cannot_read_the_gateways_files(gateway_with_secrets: Gatewa
         "manifest.json",
         "secret",
     }
-    assert readable_files(files) == []
-    assert readable_files(list(session.cache_dir().glob("rootfs-*.tar"))) == []
+    assert find_readable_files(files) == []
+    assert find_readable_files(list(session.cache_dir().glob("rootfs-*.tar"))) == []
 
 
 def test_open_permissions_of_an_older_release_are_tightened(gateway_with_secrets: Gateway) -> None:
-    open_before = [
+    open_files = [
         path
         for path in list_files(gateway_with_secrets)
         if path.name in ("kernel", "initrd", "rootfs.img", "manifest.json")
     ]
-    for path in open_before:
+    for path in open_files:
         path.chmod(0o644)
-    assert readable_files(open_before)
+    assert find_readable_files(open_files)
     gateway_with_secrets.restart()
-    assert readable_files(list_files(gateway_with_secrets)) == []
+    assert find_readable_files(list_files(gateway_with_secrets)) == []
     assert gateway_with_secrets.sh("box", "cat /proc/uptime")
 
 
 def test_processes_for_guests_have_no_secret_in_their_environment(gateway_with_secrets: Gateway) -> None:
-    processes = {name: pid for pid, name in processes_with(str(gateway_with_secrets.state_root))}
+    processes = {name: pid for pid, name in find_processes(str(gateway_with_secrets.state_root))}
     assert any("qemu" in name for name in processes) and any("ganesha" in name for name in processes)
     for name, pid in processes.items():
         settings = Path(f"/proc/{pid}/environ").read_text().split("\0")
@@ -119,16 +121,16 @@ def test_commands_have_no_secret_in_their_environment(monkeypatch: pytest.Monkey
     assert command.proxy_settings() == {"https_proxy": SECRETS["https_proxy"]}
 
 
-def processes_with(path: str) -> list[tuple[int, str]]:
+def find_processes(path: str) -> list[tuple[int, str]]:
     """Return (pid, program) of the processes with ``path`` in their command line."""
     processes = []
     for entry in Path("/proc").glob("[0-9]*"):
         try:
-            words = (entry / "cmdline").read_text().split("\0")
+            arguments = (entry / "cmdline").read_text().split("\0")
         except OSError:
             continue
-        if any(f"{path}/" in word for word in words):
-            processes.append((int(entry.name), Path(words[0]).name))
+        if any(f"{path}/" in argument for argument in arguments):
+            processes.append((int(entry.name), Path(arguments[0]).name))
     return processes
 
 

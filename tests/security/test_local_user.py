@@ -1,4 +1,4 @@
-"""A user without rights attacks root on the machine where a developer runs `./dev`."""
+"""A user without privileges attacks root on the machine where a developer runs `./dev`."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import pytest
 
 from tests.support import session
 
-_NOBODY = 65534
+_NOBODY_UID = 65534
 
 
 @pytest.mark.parametrize(
@@ -21,7 +21,7 @@ _NOBODY = 65534
 def test_a_foreign_state_directory_is_refused(
     need_root: None, tmp_path: Path, variable: str, command: str, kind: str
 ) -> None:
-    """For example, a user created /var/tmp/grove-sandbox with a virtual environment before the first demo."""
+    """For example, a user creates /var/tmp/grove-sandbox with a virtual environment before the first demo."""
     state, marker = tmp_path / "state", tmp_path / "ran"
     directory = tmp_path / "theirs" if kind == "link" else state
     python = directory / "gateway" / "venv" / "bin" / "python"
@@ -30,7 +30,7 @@ def test_a_foreign_state_directory_is_refused(
     python.chmod(0o755)
     if kind == "link":
         state.symlink_to(directory)
-    os.chown(state, _NOBODY, _NOBODY, follow_symlinks=False)
+    os.chown(state, _NOBODY_UID, _NOBODY_UID, follow_symlinks=False)
     result = subprocess.run(
         [str(session.REPOSITORY / "dev"), command],
         env={**os.environ, variable: str(state)},

@@ -1,6 +1,6 @@
-"""A user of a jail host, without any rights, connects to the agent of a jail from the address of the gateway.
+"""A user of a jail host, without privileges, connects to the agent of a jail from the address of the gateway.
 
-The agent is a process on this machine, and the loopback address is that of its gateway.
+In these tests, the agent is a process on this machine, and its gateway has the loopback address.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from sandbox_gateway.hosts.jail_zfs.jail import identity
 
 ADDRESS = "127.0.0.1"
 TOKEN = "the sandbox's own token"
-AGENT = f"""
+AGENT_SCRIPT = f"""
 import functools, sys
 sys.path.insert(0, sys.argv[1])
 from sandbox_agent import agent
@@ -46,8 +46,8 @@ def run_directory(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def port(run_directory: Path) -> Iterator[int]:
-    source = Path(str(sandbox_agent.__file__)).parent.parent
-    argv = [sys.executable, "-c", AGENT, str(source), str(run_directory)]
+    source_directory = Path(str(sandbox_agent.__file__)).parent.parent
+    argv = [sys.executable, "-c", AGENT_SCRIPT, str(source_directory), str(run_directory)]
     with subprocess.Popen(argv, stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None
         try:
@@ -74,26 +74,26 @@ def send_identity(port: int, key: str, monkeypatch: pytest.MonkeyPatch) -> Agent
     return client
 
 
-TAKE_OVER = {"accessToken": "mine"}
-RUN = {"args": ["true"]}
+FORGED_IDENTITY = {"accessToken": "mine"}
+EXEC_REQUEST = {"args": ["true"]}
 
 
 @pytest.mark.parametrize("headers", [{}, {"X-Gateway-Key": ""}, {"X-Gateway-Key": "0" * 64}, {"X-Access-Token": ""}])
 def test_a_local_user_cannot_claim_an_unidentified_jail(port: int, headers: dict[str, str]) -> None:
-    assert post(port, "/identity", TAKE_OVER, headers) == 401
-    assert post(port, "/exec", RUN, headers) == 401
+    assert post(port, "/identity", FORGED_IDENTITY, headers) == 401
+    assert post(port, "/exec", EXEC_REQUEST, headers) == 401
     assert post(port, "/mounts", {"mounts": []}, headers) in (401, 403)
-    assert post(port, "/exec", RUN, {"X-Access-Token": "mine"}) == 401
+    assert post(port, "/exec", EXEC_REQUEST, {"X-Access-Token": "mine"}) == 401
 
 
 def test_a_local_user_cannot_claim_an_identified_jail(
     port: int, run_directory: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     client = send_identity(port, identity.gateway_key(run_directory), monkeypatch)
-    assert post(port, "/identity", TAKE_OVER) == 401
+    assert post(port, "/identity", FORGED_IDENTITY) == 401
     assert post(port, "/mounts", {"mounts": []}) == 401
-    assert post(port, "/exec", RUN) == 401
-    assert post(port, "/exec", RUN, {"X-Access-Token": "mine"}) == 401
+    assert post(port, "/exec", EXEC_REQUEST) == 401
+    assert post(port, "/exec", EXEC_REQUEST, {"X-Access-Token": "mine"}) == 401
     assert asyncio.run(client.exec(["echo", "hello"])).stdout == b"hello\n", "the gateway can no longer run commands"
 
 
@@ -102,10 +102,10 @@ def test_even_the_gateway_needs_the_key(port: int, monkeypatch: pytest.MonkeyPat
         send_identity(port, "", monkeypatch)
 
 
-def test_only_root_can_read_the_key_which_changes_at_each_start(run_directory: Path) -> None:
-    first = identity.gateway_key(run_directory)
-    assert len(first) == 64
+def test_the_key_is_readable_only_by_root_and_changes_at_each_start(run_directory: Path) -> None:
+    first_key = identity.gateway_key(run_directory)
+    assert len(first_key) == 64
     assert stat.S_IMODE((run_directory / "gateway-key").stat().st_mode) == 0o600
     identity.write_gateway_key(run_directory)
-    assert identity.gateway_key(run_directory) not in ("", first)
+    assert identity.gateway_key(run_directory) not in ("", first_key)
     assert identity.gateway_key(run_directory / "nowhere") == ""

@@ -18,19 +18,19 @@ from tests.api.memory_gateway import ADMIN_KEY
 from tests.support.daemon import Daemon
 from tests.support.waiting import eventually
 
-FILES = 400
-"""The daemon's limit of descriptors: it reserves half of them for connections and their counterparts inside."""
+MAX_DESCRIPTORS = 400
+"""The daemon's limit of file descriptors. Half of them are for connections of clients, and from there to sandboxes."""
 CONNECTIONS, PER_ADDRESS = 90, 40
 REQUEST_SECONDS, STALLED_SECONDS = 2, 3
-CUT_OFF_SECONDS = 45
+CUT_OFF_TIMEOUT_SECONDS = 45
 """The time within which the gateway must close connections, on a busy machine."""
 ATTACKER, OTHERS = "127.0.0.2", [f"127.0.0.{number}" for number in range(3, 20)]
 
 
 @pytest.fixture(scope="module")
 def certificate(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
-    root = tmp_path_factory.mktemp("certificate")
-    cert, key = root / "cert.pem", root / "key.pem"
+    directory = tmp_path_factory.mktemp("certificate")
+    cert, key = directory / "cert.pem", directory / "key.pem"
     subprocess.run(
         [
             *("openssl", "req", "-x509", "-newkey", "rsa:2048", "-nodes", "-days", "1", "-subj", "/CN=localhost"),
@@ -51,13 +51,13 @@ class Target:
         self.tls = ssl.create_default_context(cafile=cert) if cert else None
         self.sandbox: dict[str, Any] = {}
 
-    def open_plain(self, source: str = ATTACKER) -> socket.socket:
+    def open_tcp_connection(self, source: str = ATTACKER) -> socket.socket:
         """Open a TCP connection, without a TLS handshake."""
         return socket.create_connection(("127.0.0.1", self.daemon.port), timeout=30, source_address=(source, 0))
 
     def open_connection(self, source: str = ATTACKER) -> socket.socket:
         """Open a connection for requests. Raises OSError if it is refused."""
-        connection = self.open_plain(source)
+        connection = self.open_tcp_connection(source)
         if self.tls is None:
             return connection
         try:
@@ -92,7 +92,7 @@ def _target(
         "request_seconds": REQUEST_SECONDS,
         "stalled_seconds": STALLED_SECONDS,
     }
-    with Daemon(tmp_path_factory.mktemp("daemon"), files=FILES, **limits, **tls) as daemon:
+    with Daemon(tmp_path_factory.mktemp("daemon"), files=MAX_DESCRIPTORS, **limits, **tls) as daemon:
         target = Target(daemon, tls.get("tls_cert", ""))
         target.sandbox = daemon.create_sandbox()
         yield target
@@ -100,13 +100,13 @@ def _target(
 
 @pytest.fixture
 def target(_target: Target) -> Iterator[Target]:
-    """The target. Checks after the test that no connection is open."""
+    """The daemon under attack. Checks after each test that all connections are closed."""
     yield _target
-    eventually(lambda: _target.daemon.metric("sandbox_gateway_connections") == 0, seconds=CUT_OFF_SECONDS)
+    eventually(lambda: _target.daemon.metric("sandbox_gateway_connections") == 0, seconds=CUT_OFF_TIMEOUT_SECONDS)
 
 
 @pytest.fixture
-def open_connections() -> Iterator[contextlib.ExitStack]:
+def connection_stack() -> Iterator[contextlib.ExitStack]:
     with contextlib.ExitStack() as stack:
         yield stack
 
@@ -138,45 +138,47 @@ def read_response(connection: socket.socket, end: bytes) -> bytes:
 
 
 def wait_until_cut_off(connection: socket.socket, action: Callable[[], object] = lambda: None) -> None:
-    def all_closed() -> bool:
+    def is_cut_off() -> bool:
         with contextlib.suppress(OSError):
             action()
         return is_closed(connection)
 
-    eventually(all_closed, seconds=CUT_OFF_SECONDS)
+    eventually(is_cut_off, seconds=CUT_OFF_TIMEOUT_SECONDS)
 
 
-def test_silent_connections_are_closed(target: Target, open_connections: contextlib.ExitStack) -> None:
+def test_silent_connections_are_closed(target: Target, connection_stack: contextlib.ExitStack) -> None:
     """The attacker opens more connections than there are descriptors, from one address and then from many."""
-    connections = [open_connections.enter_context(target.open_plain()) for _ in range(FILES + 100)]
+    connections = [connection_stack.enter_context(target.open_tcp_connection()) for _ in range(MAX_DESCRIPTORS + 100)]
     target.check_others_are_served()
     assert target.daemon.metric("sandbox_gateway_connections") <= PER_ADDRESS + 1
-    connections += [open_connections.enter_context(target.open_plain(source)) for _ in range(30) for source in OTHERS]
+    connections += [
+        connection_stack.enter_context(target.open_tcp_connection(source)) for _ in range(30) for source in OTHERS
+    ]
     target.daemon.check_health()
     assert target.daemon.metric("sandbox_gateway_connections") <= CONNECTIONS
-    assert target.daemon.descriptors() < FILES // 2 + 50
+    assert target.daemon.count_descriptors() < MAX_DESCRIPTORS // 2 + 50
     refused_counts = {
         reason: target.daemon.metric("sandbox_gateway_connections_ended_total", reason=reason)
         for reason in ("too many connections", "too many connections from one address")
     }
     assert min(refused_counts.values()) > 100
     # The remaining connections exceed their time limit.
-    eventually(lambda: all(map(is_closed, connections)), seconds=CUT_OFF_SECONDS)
+    eventually(lambda: all(map(is_closed, connections)), seconds=CUT_OFF_TIMEOUT_SECONDS)
     target.check_others_are_served()
 
 
-def test_reconnecting_clients_are_limited(target: Target, open_connections: contextlib.ExitStack) -> None:
+def test_reconnecting_clients_are_limited(target: Target, connection_stack: contextlib.ExitStack) -> None:
     """The clients reconnect as soon as they are cut off."""
     connections: list[socket.socket] = []
     deadline = time.monotonic() + 3 * REQUEST_SECONDS
     while time.monotonic() < deadline:
         if len(connections) > 2 * PER_ADDRESS:
             connections = [each for each in connections if not is_closed(each)]
-        connections += [open_connections.enter_context(target.open_plain()) for _ in range(10)]
+        connections += [connection_stack.enter_context(target.open_tcp_connection()) for _ in range(10)]
         target.check_others_are_served()
 
 
-UPGRADE = (
+UPGRADE_HEADERS = (
     *("Upgrade: websocket", "Connection: Upgrade"),
     *("Sec-WebSocket-Key: dGhlIHNhbXBsZSBub25jZQ==", "Sec-WebSocket-Version: 13"),
 )
@@ -185,10 +187,12 @@ BEGINNINGS = {
     "a first line": b"GET /health HTTP/1.1\r\n",
     "half of the headers": b"GET /health HTTP/1.1\r\nHost: gateway\r\nX-Long: ",
     "half of an upgrade": b"GET / HTTP/1.1\r\nUpgrade: websocket\r\nConnection: Upgrade\r\nSec-WebSocket-Key: ",
-    "an upgrade with a body": request_head("GET /", *UPGRADE, "Content-Length: 5"),
-    "an upgrade with chunks": request_head("GET /", *UPGRADE, "Transfer-Encoding: chunked"),
-    "an upgrade with a long line": request_head("GET /", *UPGRADE, "X-Long: " + 9000 * "x"),
-    "an upgrade with many headers": request_head("GET /", *UPGRADE, *(f"X-{number}: x" for number in range(200))),
+    "an upgrade with a body": request_head("GET /", *UPGRADE_HEADERS, "Content-Length: 5"),
+    "an upgrade with chunks": request_head("GET /", *UPGRADE_HEADERS, "Transfer-Encoding: chunked"),
+    "an upgrade with a long line": request_head("GET /", *UPGRADE_HEADERS, "X-Long: " + 9000 * "x"),
+    "an upgrade with many headers": request_head(
+        "GET /", *UPGRADE_HEADERS, *(f"X-{number}: x" for number in range(200))
+    ),
     "the next request": request_head("GET /health") + b"GET /health HTTP/1.1\r\nX-Long: ",
     "a body without a key": request_head("POST /sandboxes", "Content-Length: 1000000"),
     "chunks without a key": request_head("POST /sandboxes", "Transfer-Encoding: chunked") + b"f4240\r\n",
@@ -204,7 +208,7 @@ BEGINNINGS = {
 @pytest.mark.parametrize("beginning", BEGINNINGS)
 @pytest.mark.parametrize("extra_byte", [b"", b"x"])
 def test_an_incomplete_request_times_out(target: Target, beginning: str, extra_byte: bytes) -> None:
-    """The request stops, or continues with a single byte at a time."""
+    """The client stops sending, or sends a single byte at a time."""
     if beginning == "nothing":
         extra_byte = extra_byte and b"G"
     with target.open_connection() as connection:
@@ -222,7 +226,7 @@ def test_a_late_body_is_refused_with_a_reason(target: Target) -> None:
 
 
 def test_a_request_ends_when_its_sender_hangs_up(target: Target) -> None:
-    with target.open_plain() as connection:
+    with target.open_tcp_connection() as connection:
         connection.sendall(b"GET /health HTTP/1.1\r\nHost: ")
         connection.shutdown(socket.SHUT_WR)
         wait_until_cut_off(connection)
@@ -230,7 +234,7 @@ def test_a_request_ends_when_its_sender_hangs_up(target: Target) -> None:
 
 def test_an_incomplete_tls_handshake_times_out(target: Target) -> None:
     """A port with TLS receives the beginning of a long record; other ports receive bytes that are not HTTP."""
-    with target.open_plain() as connection:
+    with target.open_tcp_connection() as connection:
         connection.sendall(b"\x16\x03\x01\x40\x00\x01")
         wait_until_cut_off(connection, lambda: connection.sendall(b"\0"))
     target.check_others_are_served()
@@ -242,12 +246,12 @@ def test_unread_responses_time_out(target: Target) -> None:
         with pytest.raises(OSError):
             for _ in itertools.count():
                 connection.sendall(request_head("GET /openapi.json", f"X-API-Key: {ADMIN_KEY}") * 100)
-        eventually(lambda: target.daemon.metric("sandbox_gateway_connections") == 0, seconds=CUT_OFF_SECONDS)
-    ended = target.daemon.metric("sandbox_gateway_connections_ended_total", reason="stalled")
-    assert ended >= 1
+        eventually(lambda: target.daemon.metric("sandbox_gateway_connections") == 0, seconds=CUT_OFF_TIMEOUT_SECONDS)
+    stalled_count = target.daemon.metric("sandbox_gateway_connections_ended_total", reason="stalled")
+    assert stalled_count >= 1
 
 
-def test_an_idle_connection_is_kept_for_the_next_request(target: Target) -> None:
+def test_an_idle_connection_stays_open_for_the_next_request(target: Target) -> None:
     with target.open_connection() as connection:
         for _ in range(2):
             connection.sendall(request_head("GET /health"))

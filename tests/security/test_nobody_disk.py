@@ -14,7 +14,7 @@ def test_the_log_file_is_bounded_and_readable_only_by_root(tmp_path: Path) -> No
     path = tmp_path / "gateway.log"
     path.touch(mode=0o644)
     root = logging.getLogger()
-    before, level = root.handlers[:], root.level
+    handlers_before, level = root.handlers[:], root.level
     logger = log.Logger("api")
     try:
         log.setup("info", "json", path)
@@ -22,7 +22,7 @@ def test_the_log_file_is_bounded_and_readable_only_by_root(tmp_path: Path) -> No
             logger.info("request", number=number, path="x" * LENGTH)
     finally:
         root.handlers[-1].close()
-        root.handlers[:] = before
+        root.handlers[:] = handlers_before
         root.setLevel(level)
     files = list(tmp_path.iterdir())
     assert sum(file.stat().st_size for file in files) <= 64 << 20 < LINES * LENGTH

@@ -28,10 +28,10 @@ NO_KEYS: dict[str, dict[str, str]] = {
 
 @pytest.fixture
 def target(shared_target: Target) -> Iterator[Target]:
-    """The shared gateway. Checks that attacks do not change anything and do not reach agents."""
-    before = shared_target.state()
+    """The shared target. Checks that attacks do not change it and do not reach agents."""
+    state_before = shared_target.state()
     yield shared_target
-    assert shared_target.state() == before and shared_target.events == shared_target.agent_calls == []
+    assert shared_target.state() == state_before and shared_target.events == shared_target.agent_calls == []
 
 
 def check_refused(target: Target, caller: Caller, method: str, request_target: str, **headers: str) -> None:
@@ -54,7 +54,7 @@ def test_route_templates_include_every_router() -> None:
 
 
 @pytest.mark.parametrize("key", NO_KEYS)
-def test_no_method_at_any_route_has_an_effect(target: Target, key: str) -> None:
+def test_requests_without_a_valid_key_have_no_effect(target: Target, key: str) -> None:
     caller = Caller(target.gateway, NO_KEYS[key])
     for route in all_routes(target):
         for verb in VERBS if key == "no key" else (route.method,):
@@ -63,7 +63,7 @@ def test_no_method_at_any_route_has_an_effect(target: Target, key: str) -> None:
 
 
 @pytest.mark.parametrize("spelling", SPELLINGS)
-def test_no_spelling_of_a_route_is_accepted(target: Target, spelling: str) -> None:
+def test_every_spelling_of_a_route_requires_a_key(target: Target, spelling: str) -> None:
     caller = Caller(target.gateway, {})
     for route in all_routes(target):
         check_refused(target, caller, route.method, SPELLINGS[spelling](route.path))
@@ -71,7 +71,7 @@ def test_no_spelling_of_a_route_is_accepted(target: Target, spelling: str) -> No
 
 
 @pytest.mark.parametrize("header", OVERRIDES, ids=lambda header: "=".join(next(iter(header.items()))))
-def test_no_header_replaces_a_key(target: Target, header: dict[str, str]) -> None:
+def test_headers_do_not_replace_a_key(target: Target, header: dict[str, str]) -> None:
     caller = Caller(target.gateway, {})
     for route in all_routes(target):
         check_refused(target, caller, route.method, route.path, **header)
@@ -79,7 +79,7 @@ def test_no_header_replaces_a_key(target: Target, header: dict[str, str]) -> Non
 
 
 @pytest.mark.parametrize("key", ["", ADMIN_KEY])
-def test_bodies_of_small_pieces_do_not_delay_others(memory_gateway: MemoryGateway, key: str) -> None:
+def test_bodies_of_tiny_chunks_do_not_delay_others(memory_gateway: MemoryGateway, key: str) -> None:
     """Tens of thousands of chunks fit into one read. With 20 connections, `/health` used to take 19 s."""
     request = f"POST /sandboxes HTTP/1.1\r\nHost: x\r\nX-API-Key: {key}\r\nTransfer-Encoding: chunked\r\n\r\n".encode()
     with (

@@ -18,9 +18,9 @@ from tests.security.hostile import (
     send_endlessly,
 )
 
-_LIMIT_SECONDS = 20
+_MAX_RESPONSE_SECONDS = 20
 """More than enough for the timeout of 2 s, and less than the 30 s that an agent could once take."""
-_AGENTS = 24
+_AGENT_COUNT = 24
 
 
 async def _hang(_: Any, __: Any) -> None:
@@ -29,7 +29,7 @@ async def _hang(_: Any, __: Any) -> None:
 
 def _read_only_client(memory_gateway: MemoryGateway) -> httpx.Client:
     client = memory_gateway.client(READ_KEY)
-    client.timeout = httpx.Timeout(_LIMIT_SECONDS)
+    client.timeout = httpx.Timeout(_MAX_RESPONSE_SECONDS)
     return client
 
 
@@ -38,14 +38,14 @@ def test_a_hanging_agent_makes_divergence_unknown(memory_gateway: MemoryGateway,
         response = check_others_are_served(client, lambda: _read_only_client(memory_gateway).get("/sandboxes/one"))
         assert response.status_code == 200
         assert response.json()["name"] == "one" and response.json()["diverged"] is None
-        changed = client.patch("/sandboxes/one", json={"metadata": {"a": "b"}}, timeout=_LIMIT_SECONDS)
-        assert changed.json()["diverged"] is None
+        patch_response = client.patch("/sandboxes/one", json={"metadata": {"a": "b"}}, timeout=_MAX_RESPONSE_SECONDS)
+        assert patch_response.json()["diverged"] is None
     assert _read_only_client(memory_gateway).get("/sandboxes/one").json()["state"] == "running"
 
 
 def test_hanging_agents_are_queried_concurrently(memory_gateway: MemoryGateway) -> None:
-    sandboxes = [create_sandbox(memory_gateway, f"s{number}") for number in range(_AGENTS)]
-    honest = create_sandbox(memory_gateway, "honest")
+    sandboxes = [create_sandbox(memory_gateway, f"s{number}") for number in range(_AGENT_COUNT)]
+    honest_sandbox = create_sandbox(memory_gateway, "honest")
     with contextlib.ExitStack() as stack:
         for each in sandboxes:
             stack.enter_context(replaced_agent(memory_gateway, each, b"HTTP/1.1 200 OK\r\n", then=_hang))
@@ -54,8 +54,8 @@ def test_hanging_agents_are_queried_concurrently(memory_gateway: MemoryGateway) 
                 client, lambda: _read_only_client(memory_gateway).get("/sandboxes", params={"diverged": True})
             )
     diverged_by_name = {each["name"]: each["diverged"] for each in response.json()}
-    assert diverged_by_name.pop(honest["name"]) is False
-    assert len(diverged_by_name) == _AGENTS and set(diverged_by_name.values()) == {None}
+    assert diverged_by_name.pop(honest_sandbox["name"]) is False
+    assert len(diverged_by_name) == _AGENT_COUNT and set(diverged_by_name.values()) == {None}
 
 
 @pytest.mark.parametrize(
@@ -77,7 +77,7 @@ def test_a_response_that_is_slow_to_parse_does_not_delay_others(
     assert sandbox_response.json()["diverged"] is None and list_response.json()[0]["diverged"] is None
 
 
-def test_little_of_an_endless_response_is_read(memory_gateway: MemoryGateway, sandbox: dict[str, Any]) -> None:
+def test_an_endless_response_is_cut_off(memory_gateway: MemoryGateway, sandbox: dict[str, Any]) -> None:
     flood, sent_bytes = send_endlessly(b"x" * 65536)
     head = b'HTTP/1.1 200 OK\r\nContent-Length: 1000000000000\r\n\r\n{"a": "'
     with memory_gateway.client() as client, replaced_agent(memory_gateway, sandbox, head, then=flood):

@@ -22,13 +22,13 @@ EXEC_ROUTES = re.compile(r"/sandboxes/[^/]+/exec|/v1/sandboxes/[^/]+/(exec|eval|
 
 @pytest.fixture
 def target(shared_target: Target) -> Iterator[Target]:
-    """The shared gateway. Checks that attacks change only files inside sandboxes."""
-    before = shared_target.state()
+    """The shared target. Checks that attacks change only files inside sandboxes."""
+    state_before = shared_target.state()
     shared_target.agent_calls.clear()
     yield shared_target
     for machine in shared_target.gateway.host.machines.values():
         machine.state.pop("stolen", None)
-    assert shared_target.state() == before and shared_target.events == []
+    assert shared_target.state() == state_before and shared_target.events == []
 
 
 def send_attack(
@@ -58,7 +58,7 @@ def test_a_read_key_cannot_change_or_run_anything(target: Target, spelling: str)
     assert set(target.agent_calls) <= {"/sync"}, "only a query for divergence may reach agents"
 
 
-def test_a_read_key_sees_no_secret(target: Target) -> None:
+def test_a_read_key_cannot_read_secrets(target: Target) -> None:
     caller = Caller(target.gateway, READ_HEADERS)
     for route in all_routes(target):
         for query in ("", "?limit=1000&diverged=true", "?secret=true&token=true"):
@@ -71,7 +71,7 @@ def test_a_read_key_sees_no_secret(target: Target) -> None:
 
 @pytest.mark.parametrize("header", OVERRIDES[:6], ids=lambda header: "=".join(next(iter(header.items()))))
 @pytest.mark.parametrize("key", [READ_HEADERS, EXEC_HEADERS], ids=["read", "exec"])
-def test_no_header_changes_the_method(target: Target, key: dict[str, str], header: dict[str, str]) -> None:
+def test_headers_do_not_change_the_method(target: Target, key: dict[str, str], header: dict[str, str]) -> None:
     caller = Caller(target.gateway, key)
     for route in all_routes(target):
         for verb in {"GET", "DELETE", route.method} - ({"POST"} if key is EXEC_HEADERS else set()):

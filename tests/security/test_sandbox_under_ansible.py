@@ -1,4 +1,4 @@
-"""A sandbox under Ansible attacks the control node.
+"""A sandbox managed by Ansible attacks the control node.
 
 Root in the sandbox, or the owner of its metadata, tries to run code on the control node, fill its memory or write to
 its terminal. The tests run on the oldest and the newest release of ansible-core.
@@ -16,7 +16,7 @@ import pytest
 
 from tests.support import ansible_core_versions, faulty_gateway
 from tests.support.faulty_gateway import FaultyGateway
-from tests.support.liar import ENDED, LAST, STARTED, LyingGateway, make_answer, make_frame, make_output
+from tests.support.liar import END_FRAMES, END_STREAM, START_FRAME, LyingGateway, make_frame, make_output, make_response
 
 ESCAPE = "\x1b]0;owned\x07\x1b[2J\x9b31m"
 
@@ -25,7 +25,7 @@ pytestmark = pytest.mark.parametrize("core", ansible_core_versions.EACH)
 
 
 class Trap:
-    """Templates that create the file ``mark`` where they are evaluated."""
+    """Templates that create the file ``mark`` when they are evaluated."""
 
     def __init__(self, folder: Path) -> None:
         self.mark = folder / "owned"
@@ -38,7 +38,7 @@ class Trap:
         }
 
     @property
-    def all(self) -> str:
+    def combined_text(self) -> str:
         return self.texts["header"] + self.texts["braces"] + self.texts["statement"]
 
 
@@ -68,24 +68,24 @@ class HostileGateway:
                 each.update(dict.fromkeys(("stateReason", "address", "backend", "parentSandboxID"), self.text))
         return status, data
 
-    def answer_all(self, status: int, data: Any) -> None:
+    def respond_to_all(self, status: int, data: Any) -> None:
         """Respond to every request with ``status`` and ``data``."""
         self._gateway.intercept = lambda *_: (status, data)
 
-    def add(self, name: str, metadata: dict[str, str]) -> None:
+    def add_sandbox(self, name: str, metadata: dict[str, str]) -> None:
         self._gateway.request("POST", "/sandboxes", {"templateID": "base", "name": name, "metadata": metadata})
 
 
 @pytest.fixture(scope="module")
-def _faulty() -> Iterator[FaultyGateway]:
+def _faulty_gateway() -> Iterator[FaultyGateway]:
     with faulty_gateway.serve() as gateway:
         yield gateway
 
 
 @pytest.fixture
-def gateway(_faulty: FaultyGateway) -> Iterator[HostileGateway]:
-    yield HostileGateway(_faulty)
-    _faulty.reset()
+def gateway(_faulty_gateway: FaultyGateway) -> Iterator[HostileGateway]:
+    yield HostileGateway(_faulty_gateway)
+    _faulty_gateway.reset()
 
 
 # --- templates -------------------------------------------------------------------------------------------------------
@@ -96,10 +96,10 @@ def test_metadata_is_not_evaluated_as_a_template(
     core: str, gateway: HostileGateway, trap: Trap, tmp_path: Path, cached: bool
 ) -> None:
     """The test covers variables, the results of `compose`, `groups` and `keyed_groups`, and a cache."""
-    gateway.add("web", dict(trap.texts))
+    gateway.add_sandbox("web", dict(trap.texts))
     gateway.text = trap.texts["header"]
     inventory = tmp_path / "sandboxes.yml"
-    content: dict[str, Any] = {
+    inventory_data: dict[str, Any] = {
         "plugin": "grove.sandbox.sandboxes",
         "gateways": [{"url": gateway.url}],
         "strict": True,
@@ -113,9 +113,9 @@ def test_metadata_is_not_evaluated_as_a_template(
         "keyed_groups": [{"key": "grove_sandbox.metadata.header"}, {"key": "grove_sandbox.address"}],
     }
     if cached:
-        content |= {"cache": True, "cache_plugin": "ansible.builtin.jsonfile", "cache_connection": "cache"}
-    inventory.write_text(json.dumps(content))
-    names = [*content["compose"], "group_names", *(f"grove_sandbox.metadata.{name}" for name in trap.texts)]
+        inventory_data |= {"cache": True, "cache_plugin": "ansible.builtin.jsonfile", "cache_connection": "cache"}
+    inventory.write_text(json.dumps(inventory_data))
+    names = [*inventory_data["compose"], "group_names", *(f"grove_sandbox.metadata.{name}" for name in trap.texts)]
     names += [f"grove_sandbox.{name}" for name in ("address", "backend", "state_reason", "parent_sandbox_id")]
     tasks = [
         *({"ansible.builtin.debug": {"msg": f"{{{{ {name} }}}}"}} for name in names),
@@ -136,24 +136,29 @@ def test_metadata_is_not_decoded_as_ansibles_own_json(
     core: str, gateway: HostileGateway, tmp_path: Path, key: str
 ) -> None:
     """Some keys have a special meaning in Ansible's own JSON, which is the format of caches."""
-    gateway.add("web", {key: "_AnsibleTaggedStr", "value": "{{ 1 }}", "tags": "TrustedAsTemplate"})
-    gateway.add("other", {})
+    gateway.add_sandbox("web", {key: "_AnsibleTaggedStr", "value": "{{ 1 }}", "tags": "TrustedAsTemplate"})
+    gateway.add_sandbox("other", {})
     inventory = tmp_path / "sandboxes.yml"
-    cache = {"cache": True, "cache_plugin": "ansible.builtin.jsonfile", "cache_connection": "cache"}
-    content = {"plugin": "grove.sandbox.sandboxes", "gateways": [{"url": gateway.url}], "strict": True, **cache}
-    inventory.write_text(json.dumps(content))
+    cache_options = {"cache": True, "cache_plugin": "ansible.builtin.jsonfile", "cache_connection": "cache"}
+    inventory_data = {
+        "plugin": "grove.sandbox.sandboxes",
+        "gateways": [{"url": gateway.url}],
+        "strict": True,
+        **cache_options,
+    }
+    inventory.write_text(json.dumps(inventory_data))
     for _ in range(2):
         completed = ansible_core_versions.run_command(core, "inventory", "-i", inventory, "--graph", cwd=tmp_path)
         assert completed.returncode == 0, completed.stderr
         assert "--web" in completed.stdout and "--other" in completed.stdout, completed.stderr
     task = {"grove.sandbox.sandbox_info": {"gateway_url": gateway.url}, "register": "found"}
     show_names = {"ansible.builtin.debug": {"msg": "{{ found.sandboxes | map(attribute='name') | sort | join(' ') }}"}}
-    local = {
+    local_play = {
         "hosts": "localhost",
         "connection": "local",
         "tasks": [task, {**task, "environment": {"A": "b"}}, show_names],
     }
-    output = ansible_core_versions.run_plays(core, tmp_path, "localhost,", local)
+    output = ansible_core_versions.run_plays(core, tmp_path, "localhost,", local_play)
     assert "other web" in output, output
 
 
@@ -169,25 +174,28 @@ def test_results_are_not_evaluated_as_templates(
     core: str, gateway: HostileGateway, trap: Trap, tmp_path: Path, way: str
 ) -> None:
     """The test covers the results of modules that succeed or fail, alone or in a loop."""
-    gateway.add("web", dict(trap.texts))
-    gateway.refuse, gateway.text = True, trap.all
-    common = {**WAYS[way], "ignore_errors": True}
-    info = {"grove.sandbox.sandbox_info": {"gateway_url": gateway.url}, **common}
-    refused = {"grove.sandbox.sandbox": {"gateway_url": gateway.url, "name": "web", "state": "absent"}, **common}
+    gateway.add_sandbox("web", dict(trap.texts))
+    gateway.refuse, gateway.text = True, trap.combined_text
+    common_options = {**WAYS[way], "ignore_errors": True}
+    info_task = {"grove.sandbox.sandbox_info": {"gateway_url": gateway.url}, **common_options}
+    refused_task = {
+        "grove.sandbox.sandbox": {"gateway_url": gateway.url, "name": "web", "state": "absent"},
+        **common_options,
+    }
     tasks: list[dict[str, Any]] = [
-        {**info, "register": "found"},
-        {**refused, "register": "refused", "diff": True},
-        {**refused, "register": "loop", "loop": [1]},
+        {**info_task, "register": "found"},
+        {**refused_task, "register": "refused", "diff": True},
+        {**refused_task, "register": "loop", "loop": [1]},
     ]
-    values = ["found.sandboxes[0].metadata." + name for name in trap.texts]
-    values += [
+    expressions = ["found.sandboxes[0].metadata." + name for name in trap.texts]
+    expressions += [
         "found.sandboxes[0].address",
         "refused.msg",
         "refused.failure.message",
         "refused.failure.blockers[0]",
     ]
-    values += ["loop.results[0].msg", "loop.results[0].failure.message", "found", "refused", "loop"]
-    for value in values:
+    expressions += ["loop.results[0].msg", "loop.results[0].failure.message", "found", "refused", "loop"]
+    for value in expressions:
         tasks.append({"ansible.builtin.debug": {"msg": f"{{{{ {value} }}}}"}})
         tasks.append({"ansible.builtin.set_fact": {"kept": f"{{{{ {value} }}}}"}})
         tasks.append({"ansible.builtin.debug": {"msg": "{{ kept }}"}})
@@ -195,70 +203,70 @@ def test_results_are_not_evaluated_as_templates(
         core, tmp_path, "localhost,", {"hosts": "localhost", "connection": "local", "tasks": tasks}
     )
     assert f"ok={len(tasks)}" in output, output
-    assert output.count("variable_start_string") > len(values), output
+    assert output.count("variable_start_string") > len(expressions), output
     assert not trap.mark.exists(), output
 
 
 # --- responses of an agent -------------------------------------------------------------------------------------------
 
 
-def endless_answer() -> Iterator[bytes]:
-    """Yield 64 MiB of output, which is enough for a test."""
-    yield STARTED
+def endless_response() -> Iterator[bytes]:
+    """Yield 64 MiB of output, far more than the limit of 2 MiB."""
+    yield START_FRAME
     piece = make_output(bytes(64 << 10))
     for _ in range(1 << 10):
         yield piece
-    yield ENDED
+    yield END_FRAMES
 
 
-def announced_answer() -> Iterator[bytes]:
-    yield STARTED + struct.pack(">BI", 0, (4 << 30) - 1)
+def oversized_response() -> Iterator[bytes]:
+    yield START_FRAME + struct.pack(">BI", 0, (4 << 30) - 1)
     for _ in range(1 << 10):
         yield bytes(64 << 10)
 
 
-def answer_after_the_end() -> Iterator[bytes]:
-    yield STARTED + ENDED
+def response_with_trailing_data() -> Iterator[bytes]:
+    yield START_FRAME + END_FRAMES
     for _ in range(1 << 10):
         yield bytes(64 << 10)
 
 
-def answer_with_end(end: dict[str, Any]) -> bytes:
-    return STARTED + make_frame({"event": {"end": end}}) + make_frame(b"{}", LAST)
+def make_response_with_end(end: dict[str, Any]) -> bytes:
+    return START_FRAME + make_frame({"event": {"end": end}}) + make_frame(b"{}", END_STREAM)
 
 
-def invalid_answers(trap: Trap) -> dict[str, tuple[Any, str]]:
-    """Return the agent's response and the expected message of the task, by name."""
+def invalid_responses(trap: Trap) -> dict[str, tuple[Any, str]]:
+    """Return {name: (response of the agent, expected error message of the task)}."""
     digits = b'{"event":{"end":{"exited":true,"exitCode":' + b"9" * 5000 + b"}}}"
-    invalid = "sent an invalid response"
-    text = trap.all
+    invalid_message = "sent an invalid response"
+    text = trap.combined_text
     return {
-        "honest": (make_answer(text), ""),
+        "honest": (make_response(text), ""),
         "refuses": ((500, text), "pipe"),
-        "refuses-at-the-end": (STARTED + make_frame({"error": {"message": text}}, LAST), "pipe"),
-        "digits": (STARTED + make_frame(digits), invalid),
-        "exit-code": (answer_with_end({"exitCode": text}), invalid),
-        "status": (answer_with_end({"exited": False, "status": [text]}), invalid),
-        "pid": (make_frame({"event": {"start": {"pid": text}}}), invalid),
-        "no-pid": (make_frame({"event": {"start": text}}), invalid),
-        "list": (make_frame(json.dumps([text]).encode()), invalid),
-        "event": (make_frame({"event": text}), invalid),
-        "output": (make_frame({"event": {"data": {"stdout": {"a": text}}}}), invalid),
-        "base64": (make_frame({"event": {"data": {"stdout": "abcde" + text}}}), invalid),
-        "no-json": (make_frame(text.encode()), invalid),
-        "deep": (make_frame(b"[" * (1 << 20)), invalid),
-        "error": (make_frame({"error": text}, LAST), invalid),
-        "error-message": (make_frame({"error": {"message": {"a": text}}}, LAST), invalid),
+        "refuses-at-the-end": (START_FRAME + make_frame({"error": {"message": text}}, END_STREAM), "pipe"),
+        "digits": (START_FRAME + make_frame(digits), invalid_message),
+        "exit-code": (make_response_with_end({"exitCode": text}), invalid_message),
+        "status": (make_response_with_end({"exited": False, "status": [text]}), invalid_message),
+        "pid": (make_frame({"event": {"start": {"pid": text}}}), invalid_message),
+        "no-pid": (make_frame({"event": {"start": text}}), invalid_message),
+        "list": (make_frame(json.dumps([text]).encode()), invalid_message),
+        "event": (make_frame({"event": text}), invalid_message),
+        "output": (make_frame({"event": {"data": {"stdout": {"a": text}}}}), invalid_message),
+        "base64": (make_frame({"event": {"data": {"stdout": "abcde" + text}}}), invalid_message),
+        "no-json": (make_frame(text.encode()), invalid_message),
+        "deep": (make_frame(b"[" * (1 << 20)), invalid_message),
+        "error": (make_frame({"error": text}, END_STREAM), invalid_message),
+        "error-message": (make_frame({"error": {"message": {"a": text}}}, END_STREAM), invalid_message),
         "terminal": ((500, f"red{ESCAPE}blue"), "red]0;owned[2J31mblue"),
-        "announced": (announced_answer, invalid),
-        "after-the-end": (answer_after_the_end, invalid),
-        "endless": (endless_answer, "it printed more than 2 MiB"),
+        "announced": (oversized_response, invalid_message),
+        "after-the-end": (response_with_trailing_data, invalid_message),
+        "endless": (endless_response, "it printed more than 2 MiB"),
     }
 
 
-def test_false_responses_of_an_agent_are_contained(core: str, trap: Trap, tmp_path: Path) -> None:
-    """A false response becomes an error of its host. It is not evaluated as a template, and uses limited memory."""
-    cases = invalid_answers(trap)
+def test_invalid_responses_of_an_agent_affect_only_its_host(core: str, trap: Trap, tmp_path: Path) -> None:
+    """An invalid response becomes an error of its host. It is not evaluated as a template, and uses limited memory."""
+    cases = invalid_responses(trap)
     liar = LyingGateway({name: answer for name, (answer, _) in cases.items()})
     results = tmp_path / "results.json"
     with liar.serve():
@@ -270,10 +278,10 @@ def test_false_responses_of_an_agent_are_contained(core: str, trap: Trap, tmp_pa
         }
         inventory = tmp_path / "hosts.yml"
         inventory.write_text(json.dumps({"sandboxes": {"hosts": hosts, "vars": variables}}))
-        extracted = "groups.sandboxes | map('extract', hostvars, 'result')"
-        results_template = f"{{{{ dict(groups.sandboxes | zip({extracted})) | to_json }}}}"
-        ignored = {"ignore_errors": True, "ignore_unreachable": True}
-        run_task = {"ansible.builtin.raw": "true", "register": "result", **ignored}
+        results_expression = "groups.sandboxes | map('extract', hostvars, 'result')"
+        results_template = f"{{{{ dict(groups.sandboxes | zip({results_expression})) | to_json }}}}"
+        ignore_options = {"ignore_errors": True, "ignore_unreachable": True}
+        run_task = {"ansible.builtin.raw": "true", "register": "result", **ignore_options}
         debug_tasks = [
             {"ansible.builtin.debug": {"msg": f"{{{{ {value} }}}}"}}
             for value in ("result", *(f"result.{name} | default('')" for name in ("msg", "stdout", "exception")))
@@ -296,7 +304,7 @@ def test_false_responses_of_an_agent_are_contained(core: str, trap: Trap, tmp_pa
         assert "Unexpected failure" not in result.get("msg", ""), (name, result)
         assert bool(result.get("unreachable")) is (sentence != "" and name != "endless"), (name, result)
         assert sentence in result.get("msg", ""), (name, result)
-    assert host_results["honest"]["stdout"] == trap.all and host_results["endless"]["failed"]
+    assert host_results["honest"]["stdout"] == trap.combined_text and host_results["endless"]["failed"]
     for name in ("announced", "after-the-end", "endless"):
         assert liar.sent_bytes[name] < 16 << 20, f"{name}: {liar.sent_bytes[name]} bytes were taken"
     assert not set(ESCAPE) & {"\x1b", "\x07", "\x9b"} & set(output + json.dumps(host_results, ensure_ascii=False))
@@ -304,7 +312,7 @@ def test_false_responses_of_an_agent_are_contained(core: str, trap: Trap, tmp_pa
 
 def test_quoted_text_contains_no_terminal_codes(core: str, gateway: HostileGateway, tmp_path: Path) -> None:
     """Ansible prints warnings of the inventory unchanged."""
-    gateway.answer_all(502, {"message": f"the sandbox says {ESCAPE}hello", "kind": "backend_failed"})
+    gateway.respond_to_all(502, {"message": f"the sandbox says {ESCAPE}hello", "kind": "backend_failed"})
     inventory = tmp_path / "sandboxes.yml"
     inventory.write_text(json.dumps({"plugin": "grove.sandbox.sandboxes", "gateways": [{"url": gateway.url}]}))
     completed = ansible_core_versions.run_command(core, "inventory", "-i", inventory, "--list", cwd=tmp_path)
@@ -315,7 +323,7 @@ def test_quoted_text_contains_no_terminal_codes(core: str, gateway: HostileGatew
 def test_a_module_does_not_receive_the_key_of_the_environment(core: str, tmp_path: Path) -> None:
     """A task that runs in a sandbox sends its options to the sandbox, where root can read them."""
     key = "key-of-the-environment"
-    liar = LyingGateway({"web": make_answer(json.dumps({"changed": False}))})
+    liar = LyingGateway({"web": make_response(json.dumps({"changed": False}))})
     with liar.serve():
         variables = {"ansible_connection": "grove.sandbox.sandbox", "ansible_sandbox_gateway_url": liar.url}
         variables["ansible_python_interpreter"] = "/usr/bin/python3"

@@ -1,8 +1,8 @@
-"""Root in a sandbox under Ansible returns arbitrary data as the result of tasks.
+"""Root in a sandbox managed by Ansible returns arbitrary data as the result of tasks.
 
 The attacker tries to redirect the next task, the gateway's key or the contents of a file on the control node to another
-address. The host of the sandbox comes from `add_host` or from a static inventory. For hosts from our inventory plugin,
-the plugin itself knows the gateway.
+address. The Ansible host for the sandbox comes from `add_host` or from a static inventory. For hosts from our inventory
+plugin, the plugin itself sets the gateway.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import pytest
 
 from tests.api.memory_gateway import EXEC_KEY
 from tests.support import ansible_core_versions
-from tests.support.liar import LyingGateway, facts_answer, make_answer
+from tests.support.liar import LyingGateway, make_facts_response, make_response
 
 pytestmark = pytest.mark.parametrize("core", ansible_core_versions.EACH)
 
@@ -28,7 +28,7 @@ PING: dict[str, Any] = {"ansible.builtin.ping": None}
 
 
 @pytest.fixture
-def thief() -> Iterator[LyingGateway]:
+def attacker_server() -> Iterator[LyingGateway]:
     """The server to which the sandbox tries to redirect requests."""
     with LyingGateway().serve() as server:
         yield server
@@ -51,33 +51,33 @@ class SecretFiles:
 
 
 @pytest.fixture
-def files(tmp_path: Path) -> SecretFiles:
+def secret_files(tmp_path: Path) -> SecretFiles:
     return SecretFiles(tmp_path)
 
 
-def add_sandbox(gateway: LyingGateway, files: SecretFiles, **extra_variables: str) -> dict[str, Any]:
+def make_add_host_play(gateway: LyingGateway, secret_files: SecretFiles, **extra_variables: str) -> dict[str, Any]:
     """Return a play that adds the sandbox as a host, as our playbooks do."""
     variables = {
         "ansible_connection": "grove.sandbox.sandbox",
         "ansible_host": "0123456789ab",
         "ansible_sandbox_gateway_url": gateway.url,
-        "ansible_sandbox_gateway_token_file": str(files.key),
+        "ansible_sandbox_gateway_token_file": str(secret_files.key),
         **extra_variables,
     }
     task = {"ansible.builtin.add_host": {"name": "guest", **variables}}
     return {"hosts": "localhost", "connection": "local", "tasks": [task]}
 
 
-def false_facts(thief: LyingGateway, files: SecretFiles) -> dict[str, Any]:
+def make_false_facts(attacker_server: LyingGateway, secret_files: SecretFiles) -> dict[str, Any]:
     return {
-        "ansible_sandbox_gateway_url": thief.url,
-        "ansible_sandbox_gateway_token_file": str(files.secret),
+        "ansible_sandbox_gateway_url": attacker_server.url,
+        "ansible_sandbox_gateway_token_file": str(secret_files.secret),
         "ansible_sandbox_validate_certs": False,
     }
 
 
-def check_nothing_stolen(output: str, gateway: LyingGateway, thief: LyingGateway) -> None:
-    assert not thief.request_headers, output
+def check_nothing_stolen(output: str, gateway: LyingGateway, attacker_server: LyingGateway) -> None:
+    assert not attacker_server.request_headers, output
     assert gateway.received_keys() <= {KEY}, "the contents of a file were sent as a key"
 
 
@@ -88,24 +88,24 @@ def check_refused(output: str, name: str) -> None:
 
 
 def test_variables_of_add_host_are_sufficient(
-    core: str, gateway: LyingGateway, files: SecretFiles, tmp_path: Path
+    core: str, gateway: LyingGateway, secret_files: SecretFiles, tmp_path: Path
 ) -> None:
     """Check that the variables of our playbooks are accepted, even for `delegate_to` in a loop."""
-    hosts = add_sandbox(gateway, files)
-    (guest,) = hosts["tasks"]
+    add_host_play = make_add_host_play(gateway, secret_files)
+    (guest,) = add_host_play["tasks"]
     # Without ansible_host, the name of the host is the name of the sandbox.
     variables_without_host = {
         key: value for key, value in guest["ansible.builtin.add_host"].items() if key != "ansible_host"
     }
-    hosts["tasks"].append({"ansible.builtin.add_host": {**variables_without_host, "name": "named"}})
-    delegated = {**TASK, "delegate_to": "{{ item }}", "loop": ["guest", "named"]}
+    add_host_play["tasks"].append({"ansible.builtin.add_host": {**variables_without_host, "name": "named"}})
+    delegated_task = {**TASK, "delegate_to": "{{ item }}", "loop": ["guest", "named"]}
     output = ansible_core_versions.run_plays(
         core,
         tmp_path,
         "localhost,",
-        hosts,
+        add_host_play,
         {"hosts": "guest", "tasks": [TASK, TASK]},
-        {"hosts": "localhost", "connection": "local", "tasks": [delegated]},
+        {"hosts": "localhost", "connection": "local", "tasks": [delegated_task]},
     )
     assert "unreachable=0" in output and "unreachable=1" not in output and "failed=1" not in output, output
     sandbox_ids = [headers["E2b-Sandbox-Id"] for headers in gateway.request_headers]
@@ -123,92 +123,115 @@ def test_variables_of_add_host_are_sufficient(
         "ansible_sandbox_max_output_mb",
     ],
 )
-def test_no_single_fact_redirects_tasks(
-    core: str, gateway: LyingGateway, thief: LyingGateway, files: SecretFiles, tmp_path: Path, name: str
+def test_a_single_fact_cannot_redirect_tasks(
+    core: str,
+    gateway: LyingGateway,
+    attacker_server: LyingGateway,
+    secret_files: SecretFiles,
+    tmp_path: Path,
+    name: str,
 ) -> None:
     value = {
-        "ansible_sandbox_gateway_url": thief.url,
+        "ansible_sandbox_gateway_url": attacker_server.url,
         "ansible_sandbox_gateway_token": SECRET,
         "ansible_sandbox_validate_certs": False,
         "ansible_sandbox_max_output_mb": 1 << 20,
-    }.get(name, str(files.secret))
-    gateway.lies["0123456789ab"] = facts_answer(**{name: value})
+    }.get(name, str(secret_files.secret))
+    gateway.lies["0123456789ab"] = make_facts_response(**{name: value})
     output = ansible_core_versions.run_plays(
-        core, tmp_path, "localhost,", add_sandbox(gateway, files), {"hosts": "guest", "tasks": [PING, TASK]}
+        core,
+        tmp_path,
+        "localhost,",
+        make_add_host_play(gateway, secret_files),
+        {"hosts": "guest", "tasks": [PING, TASK]},
     )
-    check_nothing_stolen(output, gateway, thief)
+    check_nothing_stolen(output, gateway, attacker_server)
     check_refused(output, name)
     assert len(gateway.request_headers) == 1, "a request was sent after the false facts"
 
 
 @pytest.mark.parametrize("way", ["add_host", "delegate_to", "handler", "loop"])
 def test_facts_cannot_redirect_tasks(
-    core: str, gateway: LyingGateway, thief: LyingGateway, files: SecretFiles, tmp_path: Path, way: str
+    core: str, gateway: LyingGateway, attacker_server: LyingGateway, secret_files: SecretFiles, tmp_path: Path, way: str
 ) -> None:
     """Facts of a module redirect neither the next task nor tasks of another connection to the host."""
-    gateway.lies["0123456789ab"] = facts_answer(**false_facts(thief, files))
+    gateway.lies["0123456789ab"] = make_facts_response(**make_false_facts(attacker_server, secret_files))
     plays: list[dict[str, Any]] = [{"hosts": "guest", "tasks": [PING, TASK]}]
     if way == "delegate_to":
-        delegated = [{**PING, "delegate_to": "guest", "delegate_facts": True}, {**TASK, "delegate_to": "guest"}]
-        plays = [{"hosts": "localhost", "connection": "local", "tasks": delegated}]
+        delegated_tasks = [{**PING, "delegate_to": "guest", "delegate_facts": True}, {**TASK, "delegate_to": "guest"}]
+        plays = [{"hosts": "localhost", "connection": "local", "tasks": delegated_tasks}]
     elif way == "handler":
         notifying_task = {**PING, "changed_when": True, "notify": "next"}
         plays = [{"hosts": "guest", "tasks": [notifying_task], "handlers": [{**TASK, "name": "next"}]}]
     elif way == "loop":
         plays = [{"hosts": "guest", "tasks": [PING, {**TASK, "loop": [1, 2]}]}]
-    output = ansible_core_versions.run_plays(core, tmp_path, "localhost,", add_sandbox(gateway, files), *plays)
-    check_nothing_stolen(output, gateway, thief)
+    output = ansible_core_versions.run_plays(
+        core, tmp_path, "localhost,", make_add_host_play(gateway, secret_files), *plays
+    )
+    check_nothing_stolen(output, gateway, attacker_server)
     assert "must not come from facts" in output, output
 
 
 @pytest.mark.parametrize("way", ["name", "address"])
 def test_a_fact_cannot_name_another_host(
-    core: str, gateway: LyingGateway, thief: LyingGateway, files: SecretFiles, tmp_path: Path, way: str
+    core: str, gateway: LyingGateway, attacker_server: LyingGateway, secret_files: SecretFiles, tmp_path: Path, way: str
 ) -> None:
-    """`inventory_hostname` is a variable that facts override. It must not lead tasks to another sandbox or gateway."""
-    hosts = add_sandbox(gateway, files)
-    (guest,) = hosts["tasks"]
+    """Facts can override `inventory_hostname`. They must not redirect tasks to another sandbox or gateway."""
+    add_host_play = make_add_host_play(gateway, secret_files)
+    (guest,) = add_host_play["tasks"]
     variables = guest["ansible.builtin.add_host"]
     if way == "name":
         # Without ansible_host, the name of the host is the name of the sandbox.
         del variables["ansible_host"]
     # Another host of the operator. The sandbox can name it, and its variables, in facts.
-    other = {**variables, "name": "other", "ansible_sandbox_gateway_url": thief.url}
-    hosts["tasks"].append({"ansible.builtin.add_host": other})
+    other_host = {**variables, "name": "other", "ansible_sandbox_gateway_url": attacker_server.url}
+    add_host_play["tasks"].append({"ansible.builtin.add_host": other_host})
     sandbox = variables.get("ansible_host", "guest")
-    gateway.lies[sandbox] = facts_answer(inventory_hostname="other", ansible_sandbox_gateway_url=thief.url)
-    output = ansible_core_versions.run_plays(
-        core, tmp_path, "localhost,", hosts, {"hosts": "guest", "tasks": [PING, TASK]}
+    gateway.lies[sandbox] = make_facts_response(
+        inventory_hostname="other", ansible_sandbox_gateway_url=attacker_server.url
     )
-    check_nothing_stolen(output, gateway, thief)
+    output = ansible_core_versions.run_plays(
+        core, tmp_path, "localhost,", add_host_play, {"hosts": "guest", "tasks": [PING, TASK]}
+    )
+    check_nothing_stolen(output, gateway, attacker_server)
     check_refused(output, "ansible_sandbox_gateway_url of host guest")
-    gateway.lies[sandbox] = facts_answer(inventory_hostname="other")
+    gateway.lies[sandbox] = make_facts_response(inventory_hostname="other")
     output = ansible_core_versions.run_plays(
-        core, tmp_path, "localhost,", hosts, {"hosts": "guest", "tasks": [PING, TASK]}
+        core, tmp_path, "localhost,", add_host_play, {"hosts": "guest", "tasks": [PING, TASK]}
     )
-    check_nothing_stolen(output, gateway, thief)
+    check_nothing_stolen(output, gateway, attacker_server)
     assert [headers["E2b-Sandbox-Id"] for headers in gateway.request_headers] == [sandbox] * 3, output
 
 
 def test_cached_facts_cannot_redirect_tasks(
-    core: str, gateway: LyingGateway, thief: LyingGateway, files: SecretFiles, tmp_path: Path
+    core: str, gateway: LyingGateway, attacker_server: LyingGateway, secret_files: SecretFiles, tmp_path: Path
 ) -> None:
     """A false fact in the cache takes effect before the first task of the next run."""
-    gateway.lies["0123456789ab"] = facts_answer(**false_facts(thief, files))
-    cache = {
+    gateway.lies["0123456789ab"] = make_facts_response(**make_false_facts(attacker_server, secret_files))
+    cache_environment = {
         "ANSIBLE_CACHE_PLUGIN": "ansible.builtin.jsonfile",
         "ANSIBLE_CACHE_PLUGIN_CONNECTION": str(tmp_path / "facts"),
         "ANSIBLE_CACHE_PLUGIN_TIMEOUT": "3600",
     }
-    gather = {"ansible.builtin.setup": {"gather_subset": "min"}}
+    gather_task = {"ansible.builtin.setup": {"gather_subset": "min"}}
     ansible_core_versions.run_plays(
-        core, tmp_path, "localhost,", add_sandbox(gateway, files), {"hosts": "guest", "tasks": [gather]}, **cache
+        core,
+        tmp_path,
+        "localhost,",
+        make_add_host_play(gateway, secret_files),
+        {"hosts": "guest", "tasks": [gather_task]},
+        **cache_environment,
     )
     assert any("ansible_sandbox_gateway_url" in file.read_text() for file in (tmp_path / "facts").iterdir())
     output = ansible_core_versions.run_plays(
-        core, tmp_path, "localhost,", add_sandbox(gateway, files), {"hosts": "guest", "tasks": [TASK]}, **cache
+        core,
+        tmp_path,
+        "localhost,",
+        make_add_host_play(gateway, secret_files),
+        {"hosts": "guest", "tasks": [TASK]},
+        **cache_environment,
     )
-    check_nothing_stolen(output, gateway, thief)
+    check_nothing_stolen(output, gateway, attacker_server)
     check_refused(output, "ansible_sandbox_gateway_url")
 
 
@@ -223,39 +246,53 @@ SETTERS: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize("way", SETTERS)
 def test_registered_results_cannot_redirect_tasks(
-    core: str, gateway: LyingGateway, thief: LyingGateway, files: SecretFiles, tmp_path: Path, way: str
+    core: str, gateway: LyingGateway, attacker_server: LyingGateway, secret_files: SecretFiles, tmp_path: Path, way: str
 ) -> None:
     """A play registers the output of a sandbox under the name of a connection variable."""
-    gateway.lies["0123456789ab"] = make_answer(thief.url)
-    (tmp_path / "fetched.yml").write_text(json.dumps(false_facts(thief, files)))
+    gateway.lies["0123456789ab"] = make_response(attacker_server.url)
+    (tmp_path / "fetched.yml").write_text(json.dumps(make_false_facts(attacker_server, secret_files)))
     tasks = [{**TASK, "register": "got"}, SETTERS[way], TASK]
     output = ansible_core_versions.run_plays(
-        core, tmp_path, "localhost,", add_sandbox(gateway, files), {"hosts": "guest", "tasks": tasks}
+        core, tmp_path, "localhost,", make_add_host_play(gateway, secret_files), {"hosts": "guest", "tasks": tasks}
     )
-    check_nothing_stolen(output, gateway, thief)
+    check_nothing_stolen(output, gateway, attacker_server)
     check_refused(output, "ansible_host" if way == "sandbox" else "ansible_sandbox_gateway_url")
 
 
 @pytest.mark.parametrize("where", ["play", "task"])
 def test_vars_of_a_play_are_refused(
-    core: str, gateway: LyingGateway, thief: LyingGateway, files: SecretFiles, tmp_path: Path, where: str
+    core: str,
+    gateway: LyingGateway,
+    attacker_server: LyingGateway,
+    secret_files: SecretFiles,
+    tmp_path: Path,
+    where: str,
 ) -> None:
-    """Variables of a play can contain facts, and cannot be distinguished from facts."""
-    gateway.lies["0123456789ab"] = facts_answer(elsewhere=thief.url)
+    """Play variables can contain facts, and the connection cannot distinguish the two."""
+    gateway.lies["0123456789ab"] = make_facts_response(elsewhere=attacker_server.url)
     vars_entry = {"vars": {"ansible_sandbox_gateway_url": "{{ elsewhere | default('" + gateway.url + "') }}"}}
     play = {"hosts": "guest", "tasks": [PING, {**TASK, **(vars_entry if where == "task" else {})}]}
     output = ansible_core_versions.run_plays(
-        core, tmp_path, "localhost,", add_sandbox(gateway, files), {**play, **(vars_entry if where == "play" else {})}
+        core,
+        tmp_path,
+        "localhost,",
+        make_add_host_play(gateway, secret_files),
+        {**play, **(vars_entry if where == "play" else {})},
     )
-    check_nothing_stolen(output, gateway, thief)
+    check_nothing_stolen(output, gateway, attacker_server)
     check_refused(output, "ansible_sandbox_gateway_url")
 
 
 @pytest.mark.parametrize("case", ["value", "missing", "hostvars"])
 def test_facts_do_not_affect_templates_in_host_vars(
-    core: str, gateway: LyingGateway, thief: LyingGateway, files: SecretFiles, tmp_path: Path, case: str
+    core: str,
+    gateway: LyingGateway,
+    attacker_server: LyingGateway,
+    secret_files: SecretFiles,
+    tmp_path: Path,
+    case: str,
 ) -> None:
-    """A variable of the inventory may be a template of other inventory variables. Facts cannot get into it."""
+    """An inventory variable may be a template that uses other inventory variables. Facts do not override them."""
     templates = {
         "value": "{{ address }}",
         "missing": "{{ ansible_facts.address | default(ansible_local.address) | default(address) }}",
@@ -267,28 +304,33 @@ def test_facts_do_not_affect_templates_in_host_vars(
         "ansible_sandbox_gateway_url": templates[case],
         "ansible_sandbox_gateway_token_file": "{{ key_file }}",
     }
-    hosts = {"sandboxes": {"hosts": {"guest": variables}, "vars": {"address": gateway.url, "key_file": str(files.key)}}}
+    inventory_data = {
+        "sandboxes": {
+            "hosts": {"guest": variables},
+            "vars": {"address": gateway.url, "key_file": str(secret_files.key)},
+        }
+    }
     inventory = tmp_path / "hosts.yml"
-    inventory.write_text(json.dumps(hosts))
-    gateway.lies["0123456789ab"] = facts_answer(
-        address=thief.url, key_file=str(files.secret), ansible_local={"address": thief.url}
+    inventory.write_text(json.dumps(inventory_data))
+    gateway.lies["0123456789ab"] = make_facts_response(
+        address=attacker_server.url, key_file=str(secret_files.secret), ansible_local={"address": attacker_server.url}
     )
     output = ansible_core_versions.run_plays(core, tmp_path, inventory, {"hosts": "guest", "tasks": [PING, TASK]})
-    check_nothing_stolen(output, gateway, thief)
+    check_nothing_stolen(output, gateway, attacker_server)
     assert "ok=2" in output and len(gateway.request_headers) == 2, output
     assert gateway.received_keys() == {KEY}
 
 
-def test_all_variables_of_the_operator_apply(
+def test_operator_variables_from_all_sources_apply(
     core: str,
     gateway: LyingGateway,
-    thief: LyingGateway,
-    files: SecretFiles,
+    attacker_server: LyingGateway,
+    secret_files: SecretFiles,
     tmp_path: Path,
 ) -> None:
     """The variables are in files beside the inventory and the playbook, and on the command line."""
     variable_files = {
-        "group_vars/all.yml": {"ansible_sandbox_gateway_url": thief.url},
+        "group_vars/all.yml": {"ansible_sandbox_gateway_url": attacker_server.url},
         "group_vars/sandboxes.yml": {"ansible_sandbox_gateway_url": gateway.url},
         "host_vars/guest.yml": {"ansible_connection": "grove.sandbox.sandbox", "ansible_host": "{{ an_id }}"},
     }
@@ -298,67 +340,67 @@ def test_all_variables_of_the_operator_apply(
     inventory, playbook = tmp_path / "hosts.yml", tmp_path / "book.yml"
     inventory.write_text(json.dumps({"sandboxes": {"hosts": {"guest": None}}}))
     playbook.write_text(json.dumps([{"hosts": "guest", "gather_facts": False, "tasks": [TASK, TASK]}]))
-    extra = {"an_id": "0123456789ab", "ansible_sandbox_gateway_token": EXEC_KEY}
-    run = ansible_core_versions.run_command(
-        core, "playbook", "-i", inventory, "-e", json.dumps(extra), playbook, cwd=tmp_path
+    extra_variables = {"an_id": "0123456789ab", "ansible_sandbox_gateway_token": EXEC_KEY}
+    completed = ansible_core_versions.run_command(
+        core, "playbook", "-i", inventory, "-e", json.dumps(extra_variables), playbook, cwd=tmp_path
     )
-    assert run.returncode == 0 and len(gateway.request_headers) == 2, run.stdout + run.stderr
-    assert gateway.received_keys() == {EXEC_KEY} and not thief.request_headers
+    assert completed.returncode == 0 and len(gateway.request_headers) == 2, completed.stdout + completed.stderr
+    assert gateway.received_keys() == {EXEC_KEY} and not attacker_server.request_headers
     assert {headers["E2b-Sandbox-Id"] for headers in gateway.request_headers} == {"0123456789ab"}
 
 
 def test_facts_cannot_redirect_hosts_of_the_inventory_plugin(
-    core: str, gateway: LyingGateway, thief: LyingGateway, files: SecretFiles, tmp_path: Path
+    core: str, gateway: LyingGateway, attacker_server: LyingGateway, secret_files: SecretFiles, tmp_path: Path
 ) -> None:
     """Only the inventory plugin decides the address of its sandboxes. Facts cannot set the key either."""
     sandbox = {"sandboxID": "0123456789ab", "name": "guest", "templateID": "base", "snapshotID": "base"}
     gateway.sandboxes = [{**sandbox, "backend": "kvm_xfs"}]
     inventory = tmp_path / "sandboxes.yml"
-    gateway_entry = {"url": gateway.url, "token_file": str(files.key)}
+    gateway_entry = {"url": gateway.url, "token_file": str(secret_files.key)}
     inventory.write_text(json.dumps({"plugin": "grove.sandbox.sandboxes", "gateways": [gateway_entry], "strict": True}))
-    gateway.lies[sandbox["sandboxID"]] = facts_answer(**false_facts(thief, files))
+    gateway.lies[sandbox["sandboxID"]] = make_facts_response(**make_false_facts(attacker_server, secret_files))
     output = ansible_core_versions.run_plays(core, tmp_path, inventory, {"hosts": "guest", "tasks": [PING, TASK]})
-    check_nothing_stolen(output, gateway, thief)
+    check_nothing_stolen(output, gateway, attacker_server)
     assert "ok=2" in output and len([each for each in gateway.request_headers if "E2b-Sandbox-Id" in each]) == 2, output
-    gateway.lies[sandbox["sandboxID"]] = facts_answer(ansible_sandbox_gateway_token=SECRET)
+    gateway.lies[sandbox["sandboxID"]] = make_facts_response(ansible_sandbox_gateway_token=SECRET)
     output = ansible_core_versions.run_plays(core, tmp_path, inventory, {"hosts": "guest", "tasks": [PING, TASK]})
-    check_nothing_stolen(output, gateway, thief)
+    check_nothing_stolen(output, gateway, attacker_server)
     check_refused(output, "ansible_sandbox_gateway_token")
 
 
-def test_a_gateway_that_lists_a_foreign_sandbox_gets_no_foreign_key(
-    core: str, gateway: LyingGateway, thief: LyingGateway, files: SecretFiles, tmp_path: Path
+def test_a_gateway_that_lists_a_foreign_sandbox_does_not_receive_its_key(
+    core: str, gateway: LyingGateway, attacker_server: LyingGateway, secret_files: SecretFiles, tmp_path: Path
 ) -> None:
     """A gateway that lists the sandbox id of another gateway receives neither its tasks nor its key."""
     sandbox = {"sandboxID": "0123456789ab", "name": "guest", "templateID": "base", "snapshotID": "base"}
-    gateway.sandboxes, thief.sandboxes = [sandbox], [{**sandbox, "name": "other"}]
+    gateway.sandboxes, attacker_server.sandboxes = [sandbox], [{**sandbox, "name": "other"}]
     inventory = tmp_path / "sandboxes.yml"
     gateways = [
-        {"name": "ours", "url": gateway.url, "token_file": str(files.key)},
-        {"name": "theirs", "url": thief.url, "token": "key-of-the-other"},
+        {"name": "ours", "url": gateway.url, "token_file": str(secret_files.key)},
+        {"name": "theirs", "url": attacker_server.url, "token": "key-of-the-other"},
     ]
-    content = {"plugin": "grove.sandbox.sandboxes", "gateways": gateways, "strict": True}
-    inventory.write_text(json.dumps(content))
+    inventory_data = {"plugin": "grove.sandbox.sandboxes", "gateways": gateways, "strict": True}
+    inventory.write_text(json.dumps(inventory_data))
     plays = [{"hosts": "guest.ours", "tasks": [TASK]}]
     output = ansible_core_versions.run_plays(
         core, tmp_path, inventory, *plays, {"hosts": "other.theirs", "tasks": [TASK]}
     )
     assert output.count("unreachable=0") == 2, output
-    for server, key in ((gateway, KEY), (thief, "key-of-the-other")):
+    for server, key in ((gateway, KEY), (attacker_server, "key-of-the-other")):
         tasks = [headers for headers in server.request_headers if "E2b-Sandbox-Id" in headers]
         assert [headers["E2b-Sandbox-Id"] for headers in tasks] == ["0123456789ab"] and server.received_keys() == {key}
     # The host's own key goes to the gateway where the inventory found that host.
-    own = {"ansible_sandbox_gateway_token": EXEC_KEY}
+    own_variables = {"ansible_sandbox_gateway_token": EXEC_KEY}
     (tmp_path / "host_vars").mkdir()
-    (tmp_path / "host_vars" / "guest.ours.yml").write_text(json.dumps(own))
+    (tmp_path / "host_vars" / "guest.ours.yml").write_text(json.dumps(own_variables))
     ansible_core_versions.run_plays(core, tmp_path, inventory, *plays)
-    assert gateway.received_keys() == {KEY, EXEC_KEY} and thief.received_keys() == {"key-of-the-other"}
+    assert gateway.received_keys() == {KEY, EXEC_KEY} and attacker_server.received_keys() == {"key-of-the-other"}
 
 
-def test_the_key_is_never_shown(core: str, gateway: LyingGateway, files: SecretFiles, tmp_path: Path) -> None:
+def test_the_key_is_never_shown(core: str, gateway: LyingGateway, secret_files: SecretFiles, tmp_path: Path) -> None:
     """The key does not appear in verbose output, facts, their cache, the log, or the list of hosts to retry."""
-    gateway.lies["0123456789ab"] = facts_answer(
-        harmless="{{ lookup('ansible.builtin.file', '" + str(files.key) + "') }}"
+    gateway.lies["0123456789ab"] = make_facts_response(
+        harmless="{{ lookup('ansible.builtin.file', '" + str(secret_files.key) + "') }}"
     )
     tasks = [
         PING,
@@ -371,7 +413,7 @@ def test_the_key_is_never_shown(core: str, gateway: LyingGateway, files: SecretF
         {"ansible.builtin.fail": {"msg": "over"}},
     ]
     playbook = tmp_path / "book.yml"
-    plays = [add_sandbox(gateway, files), {"hosts": "guest", "tasks": tasks}]
+    plays = [make_add_host_play(gateway, secret_files), {"hosts": "guest", "tasks": tasks}]
     playbook.write_text(json.dumps([{"gather_facts": False, **each} for each in plays]))
     environment = {
         "ANSIBLE_CACHE_PLUGIN": "ansible.builtin.jsonfile",
@@ -380,11 +422,11 @@ def test_the_key_is_never_shown(core: str, gateway: LyingGateway, files: SecretF
         "ANSIBLE_RETRY_FILES_ENABLED": "1",
         "ANSIBLE_RETRY_FILES_SAVE_PATH": str(tmp_path / "retry"),
     }
-    run = ansible_core_versions.run_command(
+    completed = ansible_core_versions.run_command(
         core, "playbook", "-vvvvv", "--diff", "-i", "localhost,", playbook, cwd=tmp_path, environment=environment
     )
-    assert "over" in run.stdout and gateway.received_keys() == {KEY}, run.stdout + run.stderr
-    files_written = [file for file in tmp_path.rglob("*") if file.is_file() and file != files.key]
-    assert {"facts", "log", "retry"} <= {file.relative_to(tmp_path).parts[0] for file in files_written}
-    for text in (run.stdout, run.stderr, *(file.read_text(errors="replace") for file in files_written)):
+    assert "over" in completed.stdout and gateway.received_keys() == {KEY}, completed.stdout + completed.stderr
+    written_files = [file for file in tmp_path.rglob("*") if file.is_file() and file != secret_files.key]
+    assert {"facts", "log", "retry"} <= {file.relative_to(tmp_path).parts[0] for file in written_files}
+    for text in (completed.stdout, completed.stderr, *(file.read_text(errors="replace") for file in written_files)):
         assert KEY not in text

@@ -1,6 +1,6 @@
-"""Root in a sandbox under Ansible returns facts that become options of the next task on the control node.
+"""Root in a sandbox managed by Ansible returns facts that become options of the next task on the control node.
 
-The attacker tries to obtain the key of the environment. The settings of the operator still work in all places.
+The attacker tries to obtain the key of the environment. All settings of the operator still work.
 """
 
 from __future__ import annotations
@@ -13,18 +13,18 @@ from typing import Any
 import pytest
 
 from tests.support import ansible_core_versions
-from tests.support.liar import LyingGateway, facts_answer
+from tests.support.liar import LyingGateway, make_facts_response
 
 pytestmark = pytest.mark.parametrize("core", ansible_core_versions.EACH)
 
 KEY = "key-of-the-environment"
 INFO_MODULE = "grove.sandbox.sandbox_info"
 PING: dict[str, Any] = {"ansible.builtin.ping": None}
-REFUSAL = "is not sent there"
+REFUSAL_MESSAGE = "is not sent there"
 
 
 @pytest.fixture
-def thief() -> Iterator[LyingGateway]:
+def attacker_server() -> Iterator[LyingGateway]:
     """The server to which the sandbox tries to redirect the key."""
     with LyingGateway().serve() as server:
         yield server
@@ -39,14 +39,14 @@ def gateway() -> Iterator[LyingGateway]:
 def write_inventory(folder: Path, gateway: LyingGateway, **variables: Any) -> Path:
     """Write an inventory with the sandbox `guest`, whose key differs from that of the environment."""
     path = folder / "hosts.yml"
-    connection = {
+    connection_variables = {
         "ansible_connection": "grove.sandbox.sandbox",
         "ansible_host": "0123456789ab",
         "ansible_sandbox_gateway_url": gateway.url,
         "ansible_sandbox_gateway_token": "key-of-the-connection",
     }
-    control = {"control": {"ansible_connection": "local"}}
-    hosts = {"sandboxes": {"hosts": {"guest": connection}}, "others": {"hosts": control}}
+    control_host = {"control": {"ansible_connection": "local"}}
+    hosts = {"sandboxes": {"hosts": {"guest": connection_variables}}, "others": {"hosts": control_host}}
     path.write_text(json.dumps({"all": {"children": hosts, "vars": {"sandbox_gateway_url": gateway.url, **variables}}}))
     return path
 
@@ -55,16 +55,16 @@ def make_task(**options: Any) -> dict[str, Any]:
     return {INFO_MODULE: options}
 
 
-def check_refused(output: str, thief: LyingGateway) -> None:
-    assert not thief.request_headers, output
-    assert REFUSAL in output and "gateway_token" in output and "SANDBOX_GATEWAY_URL" in output, output
+def check_refused(output: str, attacker_server: LyingGateway) -> None:
+    assert not attacker_server.request_headers, output
+    assert REFUSAL_MESSAGE in output and "gateway_token" in output and "SANDBOX_GATEWAY_URL" in output, output
 
 
 # --- the operator's settings -----------------------------------------------------------------------------------------
 
 
 def operator_plays(url: str) -> dict[str, dict[str, Any]]:
-    """Return plays in which the operator sets the gateway, keyed by the place of the setting."""
+    """Return plays in which the operator sets the gateway, by the name of the setting."""
     play_variable = {"gateway_url": "{{ there }}"}
     group_vars_url = {"gateway_url": "{{ sandbox_gateway_url }}"}
     loop_task = {
@@ -111,13 +111,13 @@ def test_the_operators_variables_are_sufficient(core: str, gateway: LyingGateway
     role = tmp_path / "roles" / "ours" / "tasks"
     role.mkdir(parents=True)
     (role / "main.yml").write_text(json.dumps([make_task(gateway_url="{{ there }}")]))
-    ways = operator_plays(gateway.url)
-    plays = [{"name": name, "hosts": "control", **play} for name, play in ways.items()]
+    plays_by_setting = operator_plays(gateway.url)
+    plays = [{"name": name, "hosts": "control", **play} for name, play in plays_by_setting.items()]
     output = ansible_core_versions.run_plays(
         core, tmp_path, write_inventory(tmp_path, gateway), *plays, SANDBOX_GATEWAY_TOKEN=KEY
     )
     assert "failed=0" in output and "failed=1" not in output and "unreachable=1" not in output, output
-    assert len(gateway.request_headers) == len(ways) and gateway.received_keys() == {KEY}, output
+    assert len(gateway.request_headers) == len(plays_by_setting) and gateway.received_keys() == {KEY}, output
 
 
 def test_the_environments_key_goes_only_to_gateways_of_the_operator(
@@ -143,17 +143,17 @@ def test_the_environments_key_goes_only_to_gateways_of_the_operator(
 
 def test_a_key_in_the_task_goes_to_the_tasks_address(core: str, gateway: LyingGateway, tmp_path: Path) -> None:
     """A task may set both a key and an address. Without a key in the environment, any address is allowed."""
-    register = {"ansible.builtin.set_fact": {"got": gateway.url}}
-    pair = {
+    set_fact_task = {"ansible.builtin.set_fact": {"got": gateway.url}}
+    play_with_key = {
         "hosts": "control",
-        "tasks": [register, make_task(gateway_url="{{ got }}", gateway_token="key-of-the-task")],
+        "tasks": [set_fact_task, make_task(gateway_url="{{ got }}", gateway_token="key-of-the-task")],
     }
     output = ansible_core_versions.run_plays(
-        core, tmp_path, write_inventory(tmp_path, gateway), pair, SANDBOX_GATEWAY_TOKEN=KEY
+        core, tmp_path, write_inventory(tmp_path, gateway), play_with_key, SANDBOX_GATEWAY_TOKEN=KEY
     )
     assert "failed=0" in output and gateway.received_keys() == {"key-of-the-task"}, output
-    none = {"hosts": "control", "tasks": [register, make_task(gateway_url="{{ got }}")]}
-    output = ansible_core_versions.run_plays(core, tmp_path, write_inventory(tmp_path, gateway), none)
+    play_without_key = {"hosts": "control", "tasks": [set_fact_task, make_task(gateway_url="{{ got }}")]}
+    output = ansible_core_versions.run_plays(core, tmp_path, write_inventory(tmp_path, gateway), play_without_key)
     assert "failed=0" in output and len(gateway.request_headers) == 2, output
     assert gateway.received_keys() == {"key-of-the-task"}, output
 
@@ -163,11 +163,11 @@ def test_a_key_in_the_task_goes_to_the_tasks_address(core: str, gateway: LyingGa
 
 def sandbox_plays() -> dict[str, dict[str, Any]]:
     """Return plays in which a fact becomes an address. Each play has a task that must be rejected."""
-    stolen_url = {"gateway_url": "{{ there }}"}
+    forged_url = {"gateway_url": "{{ there }}"}
     group_vars_url = {"gateway_url": "{{ sandbox_gateway_url }}"}
     include_task = {"ansible.builtin.include_tasks": "tasks.yml"}
     return {
-        "fact": {"tasks": [make_task(**stolen_url)]},
+        "fact": {"tasks": [make_task(**forged_url)]},
         "group_vars overridden": {"tasks": [make_task(**group_vars_url)]},
         "ansible_facts": {"tasks": [make_task(gateway_url="{{ ansible_facts.there }}")]},
         "hostvars": {
@@ -177,9 +177,9 @@ def sandbox_plays() -> dict[str, dict[str, Any]]:
         "hidden": {"tasks": [make_task(gateway_url="{{ lookup('ansible.builtin.vars', 'sandbox_gateway_url') }}")]},
         "default": {"tasks": [make_task(gateway_url="{{ there | default(omit) }}")]},
         "vars": {"vars": {"mine": "{{ there }}"}, "tasks": [make_task(gateway_url="{{ mine }}")]},
-        "args": {"tasks": [{INFO_MODULE: {}, "args": stolen_url}]},
+        "args": {"tasks": [{INFO_MODULE: {}, "args": forged_url}]},
         "module_defaults": {"module_defaults": {"group/grove.sandbox.all": group_vars_url}, "tasks": [make_task()]},
-        "module_defaults of a task": {"tasks": [{**make_task(), "module_defaults": {INFO_MODULE: stolen_url}}]},
+        "module_defaults of a task": {"tasks": [{**make_task(), "module_defaults": {INFO_MODULE: forged_url}}]},
         "loop": {"tasks": [{**make_task(gateway_url="{{ item }}"), "loop": "{{ several }}"}]},
         "with_items": {"tasks": [{**make_task(gateway_url="{{ item }}"), "with_items": "{{ several }}"}]},
         "include_tasks": {"tasks": [{**include_task, "vars": {"there": "{{ sandbox_gateway_url }}"}}]},
@@ -203,26 +203,32 @@ def sandbox_plays() -> dict[str, dict[str, Any]]:
         "include_vars": {
             "tasks": [{"ansible.builtin.include_vars": "fetched.yml"}, make_task(gateway_url="{{ fetched }}")]
         },
-        "as a module": {"tasks": [{**make_task(**stolen_url), "environment": {"ANY": "thing"}}]},
+        "as a module": {"tasks": [{**make_task(**forged_url), "environment": {"ANY": "thing"}}]},
         "environment": {"environment": {"SANDBOX_GATEWAY_URL": "{{ there }}"}, "tasks": [make_task()]},
         "certificates": {"tasks": [make_task(gateway_url="{{ trusted }}", validate_certs="{{ check }}")]},
         "authorities": {"tasks": [make_task(gateway_url="{{ trusted }}", ca_path="{{ several[0] }}")]},
     }
 
 
-def test_facts_cannot_redirect_the_key(core: str, gateway: LyingGateway, thief: LyingGateway, tmp_path: Path) -> None:
+def test_facts_cannot_redirect_the_key(
+    core: str, gateway: LyingGateway, attacker_server: LyingGateway, tmp_path: Path
+) -> None:
     """Facts never decide where the key of the environment is sent. The message of each task names the remedy."""
-    gateway.lies["0123456789ab"] = facts_answer(
-        there=thief.url, sandbox_gateway_url=thief.url, several=[thief.url], check=False, places=[thief.url]
+    gateway.lies["0123456789ab"] = make_facts_response(
+        there=attacker_server.url,
+        sandbox_gateway_url=attacker_server.url,
+        several=[attacker_server.url],
+        check=False,
+        places=[attacker_server.url],
     )
     (tmp_path / "tasks.yml").write_text(json.dumps([make_task(gateway_url="{{ there }}")]))
     (tmp_path / "item.yml").write_text(json.dumps([make_task(gateway_url="{{ item }}")]))
     (tmp_path / "vars_item.yml").write_text(json.dumps([make_task(gateway_url="{{ vars['item'] }}")]))
-    (tmp_path / "fetched.yml").write_text(json.dumps({"fetched": thief.url}))
+    (tmp_path / "fetched.yml").write_text(json.dumps({"fetched": attacker_server.url}))
     role = tmp_path / "roles" / "ours" / "tasks"
     role.mkdir(parents=True)
     (role / "main.yml").write_text(json.dumps([make_task(gateway_url="{{ there }}")]))
-    ways = sandbox_plays()
+    plays_by_setting = sandbox_plays()
     # The tasks for the sandbox run on the control node.
     plays = [
         {
@@ -232,45 +238,49 @@ def test_facts_cannot_redirect_the_key(core: str, gateway: LyingGateway, thief: 
             "ignore_errors": True,
             **play,
         }
-        for name, play in ways.items()
+        for name, play in plays_by_setting.items()
     ]
     plays = [{**play, "vars": {"ansible_connection": "local", **play["vars"]}} for play in plays]
     hosts = write_inventory(tmp_path, gateway, trusted=gateway.url, check=True)
     first_play = {"hosts": "guest", "tasks": [PING]}
     output = ansible_core_versions.run_plays(core, tmp_path, hosts, first_play, *plays, SANDBOX_GATEWAY_TOKEN=KEY)
-    check_refused(output, thief)
+    check_refused(output, attacker_server)
     assert not {KEY} & gateway.received_keys(), output
-    outputs = {name: output.partition(f"PLAY [{name}]")[2].partition("PLAY [")[0] for name in ways}
-    accepted_plays = [name for name, play_output in outputs.items() if REFUSAL not in play_output]
+    outputs = {name: output.partition(f"PLAY [{name}]")[2].partition("PLAY [")[0] for name in plays_by_setting}
+    accepted_plays = [name for name, play_output in outputs.items() if REFUSAL_MESSAGE not in play_output]
     assert not accepted_plays, output
 
 
 def test_facts_of_a_delegated_task_cannot_redirect_the_key(
-    core: str, gateway: LyingGateway, thief: LyingGateway, tmp_path: Path
+    core: str, gateway: LyingGateway, attacker_server: LyingGateway, tmp_path: Path
 ) -> None:
     """Facts of a delegated task become facts of the host that delegates it."""
-    gateway.lies["0123456789ab"] = facts_answer(sandbox_gateway_url=thief.url)
+    gateway.lies["0123456789ab"] = make_facts_response(sandbox_gateway_url=attacker_server.url)
     tasks = [{**PING, "delegate_to": "guest"}, make_task(gateway_url="{{ sandbox_gateway_url }}")]
     play = {"hosts": "control", "tasks": tasks}
     output = ansible_core_versions.run_plays(
         core, tmp_path, write_inventory(tmp_path, gateway), play, SANDBOX_GATEWAY_TOKEN=KEY
     )
-    check_refused(output, thief)
+    check_refused(output, attacker_server)
     assert not {KEY} & gateway.received_keys() and "failed=1" in output
 
 
 def test_cached_facts_cannot_redirect_the_key(
-    core: str, gateway: LyingGateway, thief: LyingGateway, tmp_path: Path
+    core: str, gateway: LyingGateway, attacker_server: LyingGateway, tmp_path: Path
 ) -> None:
-    gateway.lies["0123456789ab"] = facts_answer(sandbox_gateway_url=thief.url)
-    cache = {
+    gateway.lies["0123456789ab"] = make_facts_response(sandbox_gateway_url=attacker_server.url)
+    cache_environment = {
         "ANSIBLE_CACHE_PLUGIN": "ansible.builtin.jsonfile",
         "ANSIBLE_CACHE_PLUGIN_CONNECTION": str(tmp_path / "facts"),
         "SANDBOX_GATEWAY_TOKEN": KEY,
     }
     hosts = write_inventory(tmp_path, gateway)
-    gather = {"ansible.builtin.setup": {"gather_subset": "min"}}
-    ansible_core_versions.run_plays(core, tmp_path, hosts, {"hosts": "guest", "tasks": [gather]}, **cache)
+    gather_task = {"ansible.builtin.setup": {"gather_subset": "min"}}
+    ansible_core_versions.run_plays(
+        core, tmp_path, hosts, {"hosts": "guest", "tasks": [gather_task]}, **cache_environment
+    )
     task = {**make_task(gateway_url="{{ sandbox_gateway_url }}"), "delegate_to": "control"}
-    output = ansible_core_versions.run_plays(core, tmp_path, hosts, {"hosts": "guest", "tasks": [task]}, **cache)
-    check_refused(output, thief)
+    output = ansible_core_versions.run_plays(
+        core, tmp_path, hosts, {"hosts": "guest", "tasks": [task]}, **cache_environment
+    )
+    check_refused(output, attacker_server)

@@ -30,15 +30,15 @@ from tests.support import session
 from tests.support.roles import environment
 
 GATEWAY = session.REPOSITORY / "gateway"
-PACK = session.REPOSITORY / "roles" / "gateway" / "files" / "pack.py"
+PACK_SCRIPT = session.REPOSITORY / "roles" / "gateway" / "files" / "pack.py"
 REQUIREMENT_FILES = tuple(GATEWAY.glob("requirements*.txt"))
 CHANGED_PACKAGE, CHANGED_MODULE = "annotated-doc", "annotated_doc"
 """The package that the attacker changes, and its module. pip fetches it early, so the tests are fast."""
-_INSTALL_SECONDS = 300
+_INSTALL_TIMEOUT_SECONDS = 300
 
 
 class Mirror(ThreadingHTTPServer):
-    """A package index. ``files``: by name; ``requested_projects``: the projects that clients have requested."""
+    """A package index. ``files``: {name: contents}; ``requested_projects``: the projects that clients requested."""
 
     daemon_threads = True
 
@@ -51,7 +51,7 @@ class Mirror(ThreadingHTTPServer):
     def url(self) -> str:
         return f"http://127.0.0.1:{self.server_port}/simple"
 
-    def name_of(self, project: str) -> str:
+    def find_file_name(self, project: str) -> str:
         """Return the name of the only file of a project."""
         (name,) = (name for name in self.files if _parse_project(name) == project)
         return name
@@ -88,7 +88,7 @@ def _parse_project(file: str) -> str:
 
 
 @pytest.fixture(scope="module")
-def genuine(tmp_path_factory: pytest.TempPathFactory) -> dict[str, bytes]:
+def genuine_files(tmp_path_factory: pytest.TempPathFactory) -> dict[str, bytes]:
     """The pinned files that this machine would install, by name."""
     directory = tmp_path_factory.mktemp("genuine")
     requirement_options = [word for path in REQUIREMENT_FILES for word in ("--requirement", str(path))]
@@ -104,13 +104,13 @@ def genuine(tmp_path_factory: pytest.TempPathFactory) -> dict[str, bytes]:
         str(directory),
         *requirement_options,
     ]
-    subprocess.run([*argv, *requirement_options], capture_output=True, timeout=_INSTALL_SECONDS, check=True)
+    subprocess.run([*argv, *requirement_options], capture_output=True, timeout=_INSTALL_TIMEOUT_SECONDS, check=True)
     return {path.name: path.read_bytes() for path in directory.iterdir()}
 
 
 @pytest.fixture
-def mirror(genuine: dict[str, bytes]) -> Iterator[Mirror]:
-    server = Mirror(dict(genuine))
+def mirror(genuine_files: dict[str, bytes]) -> Iterator[Mirror]:
+    server = Mirror(dict(genuine_files))
     thread = threading.Thread(target=server.serve_forever)
     thread.start()
     yield server
@@ -120,29 +120,29 @@ def mirror(genuine: dict[str, bytes]) -> Iterator[Mirror]:
 
 
 class Attack:
-    """Code that creates the file ``mark`` when it runs, in various forms of packages."""
+    """Code that creates the file ``mark`` when it runs, in different kinds of packages."""
 
     def __init__(self, directory: Path) -> None:
         self.mark = directory / "attacked"
         self.code = f"open({str(self.mark)!r}, 'w').close()\n"
 
     @property
-    def succeeded(self) -> bool:
+    def has_succeeded(self) -> bool:
         return self.mark.exists()
 
     def make_changed_wheel(self, wheel: bytes, module: str) -> bytes:
         """Return the wheel with the code at the end of ``module``."""
-        out = io.BytesIO()
-        with zipfile.ZipFile(io.BytesIO(wheel)) as original, zipfile.ZipFile(out, "w") as changed:
+        buffer = io.BytesIO()
+        with zipfile.ZipFile(io.BytesIO(wheel)) as original, zipfile.ZipFile(buffer, "w") as changed:
             for entry in original.infolist():
                 suffix = self.code.encode() if entry.filename == module else b""
                 changed.writestr(entry, original.read(entry) + suffix)
-        return out.getvalue()
+        return buffer.getvalue()
 
     def make_sdist(self, name: str, version: str) -> bytes:
         """Return a source package whose build runs the code."""
-        out = io.BytesIO()
-        with tarfile.open(fileobj=out, mode="w:gz") as archive:
+        buffer = io.BytesIO()
+        with tarfile.open(fileobj=buffer, mode="w:gz") as archive:
             for path, text in {
                 "PKG-INFO": f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n",
                 "setup.py": f"{self.code}import setuptools\nsetuptools.setup(name={name!r}, version={version!r})\n",
@@ -150,7 +150,7 @@ class Attack:
                 entry = tarfile.TarInfo(f"{name}-{version}/{path}")
                 entry.size = len(text)
                 archive.addfile(entry, io.BytesIO(text.encode()))
-        return out.getvalue()
+        return buffer.getvalue()
 
     def add_setup(self, archive: Path, root: str) -> None:
         """Add the code as setup.py to the tar archive of a source package."""
@@ -161,16 +161,16 @@ class Attack:
             opened.addfile(entry, io.BytesIO(text))
 
     def make_build_backend(self) -> bytes:
-        """Return a wheel of a newer setuptools, whose build backend is the code."""
-        out = io.BytesIO()
-        info = "setuptools-9999.dist-info"
-        with zipfile.ZipFile(out, "w") as archive:
+        """Return a wheel of a newer setuptools that runs the code when it is imported."""
+        buffer = io.BytesIO()
+        dist_info = "setuptools-9999.dist-info"
+        with zipfile.ZipFile(buffer, "w") as archive:
             archive.writestr("setuptools/__init__.py", self.code)
             archive.writestr("setuptools/build_meta.py", "")
-            archive.writestr(f"{info}/METADATA", "Metadata-Version: 2.1\nName: setuptools\nVersion: 9999\n")
-            archive.writestr(f"{info}/WHEEL", "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n")
-            archive.writestr(f"{info}/RECORD", "")
-        return out.getvalue()
+            archive.writestr(f"{dist_info}/METADATA", "Metadata-Version: 2.1\nName: setuptools\nVersion: 9999\n")
+            archive.writestr(f"{dist_info}/WHEEL", "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n")
+            archive.writestr(f"{dist_info}/RECORD", "")
+        return buffer.getvalue()
 
 
 @pytest.fixture
@@ -179,7 +179,7 @@ def attack(tmp_path: Path) -> Attack:
 
 
 class Host:
-    """A directory in which the tasks of the role install the package."""
+    """A directory in which the role installs the gateway package."""
 
     def __init__(self, directory: Path, mirror: Mirror) -> None:
         self.directory = directory
@@ -197,13 +197,13 @@ class Host:
     def install(self) -> subprocess.CompletedProcess[str]:
         role = {"name": "grove.sandbox.gateway", "tasks_from": "package", "rolespec_validate": False}
         tasks = [{"ansible.builtin.include_role": role}]
-        play = [{"hosts": "localhost", "connection": "local", "gather_facts": False, "tasks": tasks}]
-        playbook, extra = self.directory / "play.json", self.directory / "vars.json"
-        playbook.write_text(json.dumps(play))
-        extra.write_text(json.dumps(self.variables))
-        ansible = Path(sys.executable).parent / "ansible-playbook"
-        argv = [str(ansible), "-i", "localhost,", "-e", f"@{extra}", str(playbook)]
-        return _run_pip(argv, environment(self.directory))
+        plays = [{"hosts": "localhost", "connection": "local", "gather_facts": False, "tasks": tasks}]
+        playbook, variables_file = self.directory / "play.json", self.directory / "vars.json"
+        playbook.write_text(json.dumps(plays))
+        variables_file.write_text(json.dumps(self.variables))
+        ansible_playbook = Path(sys.executable).parent / "ansible-playbook"
+        argv = [str(ansible_playbook), "-i", "localhost,", "-e", f"@{variables_file}", str(playbook)]
+        return _run_installer(argv, environment(self.directory))
 
     def has_program(self, program: str) -> bool:
         return (self.install_directory / "venv" / "bin" / program).exists()
@@ -214,11 +214,11 @@ def host(tmp_path: Path, mirror: Mirror) -> Host:
     return Host(tmp_path, mirror)
 
 
-def _run_pip(argv: list[str], variables: dict[str, str], **more: str) -> subprocess.CompletedProcess[str]:
-    """Run a command with only the mirror as its index. Ignores the pip settings of this machine."""
+def _run_installer(argv: list[str], variables: dict[str, str], **more: str) -> subprocess.CompletedProcess[str]:
+    """Run a command that installs packages. Ignores the pip settings of this machine."""
     env = {name: value for name, value in variables.items() if not name.startswith("PIP_")}
     env |= {"PIP_CONFIG_FILE": os.devnull, "PIP_NO_CACHE_DIR": "1", "PIP_NO_COMPILE": "1", **more}
-    return subprocess.run(argv, capture_output=True, text=True, timeout=_INSTALL_SECONDS, env=env, check=False)
+    return subprocess.run(argv, capture_output=True, text=True, timeout=_INSTALL_TIMEOUT_SECONDS, env=env, check=False)
 
 
 def _has_mismatch(result: subprocess.CompletedProcess[str]) -> bool:
@@ -226,7 +226,7 @@ def _has_mismatch(result: subprocess.CompletedProcess[str]) -> bool:
 
 
 def test_a_changed_wheel_is_not_installed(mirror: Mirror, host: Host, attack: Attack) -> None:
-    name = mirror.name_of(CHANGED_PACKAGE)
+    name = mirror.find_file_name(CHANGED_PACKAGE)
     mirror.files[name] = attack.make_changed_wheel(mirror.files[name], f"{CHANGED_MODULE}/__init__.py")
     result = host.install()
     assert _has_mismatch(result), result.stdout
@@ -235,38 +235,40 @@ def test_a_changed_wheel_is_not_installed(mirror: Mirror, host: Host, attack: At
 
 
 def test_an_sdist_instead_of_a_wheel_is_not_built(mirror: Mirror, host: Host, attack: Attack) -> None:
-    name = mirror.name_of("setuptools")
+    name = mirror.find_file_name("setuptools")
     version = name.split("-")[1]
     del mirror.files[name]
     mirror.files[f"setuptools-{version}.tar.gz"] = attack.make_sdist("setuptools", version)
     result = host.install()
-    assert not attack.succeeded
+    assert not attack.has_succeeded
     assert _has_mismatch(result), result.stdout
 
 
 def test_a_newer_build_backend_is_not_used(mirror: Mirror, host: Host, attack: Attack) -> None:
     mirror.files["setuptools-9999-py3-none-any.whl"] = attack.make_build_backend()
     result = host.install()
-    assert not attack.succeeded
+    assert not attack.has_succeeded
     assert result.returncode == 0, result.stdout
     assert host.has_program("sandbox-gateway")
     assert mirror.requested_projects <= {_parse_project(name) for name in mirror.files}, (
-        "nothing was looked for that is not pinned"
+        "a project that is not pinned was requested"
     )
 
 
 def test_a_changed_gateway_package_is_not_built(host: Host, attack: Attack) -> None:
     """The program that creates the virtual environment replaces the file after the role has copied it."""
     tarball, python = host.install_directory / "sandbox-gateway.tar.gz", host.directory / "python"
-    evil = host.directory / "evil.tar"
-    subprocess.run([sys.executable, PACK, GATEWAY, f"{evil}.gz"], capture_output=True, timeout=60, check=True)
-    subprocess.run(["gzip", "--decompress", f"{evil}.gz"], timeout=60, check=True)
-    attack.add_setup(evil, "sandbox-gateway")
-    python.write_text(f'#!/bin/sh\ngzip <{evil} >{tarball}\nexec /usr/bin/python3 "$@"\n')
+    changed_archive = host.directory / "evil.tar"
+    subprocess.run(
+        [sys.executable, PACK_SCRIPT, GATEWAY, f"{changed_archive}.gz"], capture_output=True, timeout=60, check=True
+    )
+    subprocess.run(["gzip", "--decompress", f"{changed_archive}.gz"], timeout=60, check=True)
+    attack.add_setup(changed_archive, "sandbox-gateway")
+    python.write_text(f'#!/bin/sh\ngzip <{changed_archive} >{tarball}\nexec /usr/bin/python3 "$@"\n')
     python.chmod(0o755)
     host.variables["gateway_python"] = str(python)
     result = host.install()
-    assert not attack.succeeded
+    assert not attack.has_succeeded
     assert _has_mismatch(result), result.stdout
     assert not host.has_program("sandbox-gateway")
 
@@ -283,7 +285,7 @@ def checkout(tmp_path: Path) -> Path:
 
 
 def test_dev_does_not_install_a_changed_wheel(mirror: Mirror, checkout: Path, attack: Attack) -> None:
-    name = mirror.name_of(CHANGED_PACKAGE)
+    name = mirror.find_file_name(CHANGED_PACKAGE)
     mirror.files[name] = attack.make_changed_wheel(mirror.files[name], f"{CHANGED_MODULE}/__init__.py")
     assert _has_mismatch(_run_dev(checkout, mirror))
     assert not list((checkout / ".venv").rglob(CHANGED_MODULE))
@@ -292,11 +294,11 @@ def test_dev_does_not_install_a_changed_wheel(mirror: Mirror, checkout: Path, at
 def test_dev_does_not_use_a_newer_build_backend(mirror: Mirror, checkout: Path, attack: Attack) -> None:
     mirror.files["setuptools-9999-py3-none-any.whl"] = attack.make_build_backend()
     result = _run_dev(checkout, mirror)
-    assert not attack.succeeded
+    assert not attack.has_succeeded
     assert (checkout / ".venv" / "bin" / "sandbox-gateway").exists(), result.stderr
     assert mirror.requested_projects <= {_parse_project(name) for name in mirror.files}
 
 
 def _run_dev(checkout: Path, mirror: Mirror) -> subprocess.CompletedProcess[str]:
     """Run `./dev test unit`, which creates .venv. The tests do not exist in the checkout."""
-    return _run_pip([str(checkout / "dev"), "test", "unit"], dict(os.environ), PIP_INDEX_URL=mirror.url)
+    return _run_installer([str(checkout / "dev"), "test", "unit"], dict(os.environ), PIP_INDEX_URL=mirror.url)

@@ -24,8 +24,8 @@ _OLDEST_PINS = (
     "resolvelib==1.0.1 --hash=sha256:d2da45d1a8dfee81bdd591647783e340ef3bcb104b54c383f70d422ef5cc7dbf",
 )
 """Packages of which .venv has another version. All others are taken from .venv, as pinned in requirements/dev.txt."""
-_INSTALL_SECONDS = 600
-_RUN_SECONDS = 300
+_INSTALL_TIMEOUT_SECONDS = 600
+_RUN_TIMEOUT_SECONDS = 300
 
 
 def run_command(
@@ -40,7 +40,7 @@ def run_command(
         capture_output=True,
         text=True,
         errors="replace",
-        timeout=_RUN_SECONDS,
+        timeout=_RUN_TIMEOUT_SECONDS,
         check=False,
     )
 
@@ -96,7 +96,7 @@ def _install(requirements: Sequence[str], directory: Path) -> None:
             [*pip, "--only-binary=:all:", "--target", directory, "--requirement", requirements_file.name],
             capture_output=True,
             text=True,
-            timeout=_INSTALL_SECONDS,
+            timeout=_INSTALL_TIMEOUT_SECONDS,
             check=False,
         )
     assert result.returncode == 0, f"{requirements[0]} cannot be installed: {result.stderr}"

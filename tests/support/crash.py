@@ -49,16 +49,16 @@ _STEP_EVENTS = {
 
 async def _claim(engine: Engine) -> None:
     """Keep one fork of a snapshot ready, claim it, and discard the fork that replaces it."""
-    mark = engine.snapshots.get("mark").id
-    await engine.prewarm.set_target(mark, 1)
-    await _until_ready(engine, mark, 1)
-    await engine.forks.create(mark, ForkSpec(names=["new"]))
+    snapshot_id = engine.snapshots.get("mark").id
+    await engine.prewarm.set_target(snapshot_id, 1)
+    await _wait_until_ready(engine, snapshot_id, 1)
+    await engine.forks.create(snapshot_id, ForkSpec(names=["new"]))
     assert engine.machines.starts["prewarmed"] == 1
-    await engine.prewarm.set_target(mark, 0)
-    await _until_ready(engine, mark, 0)
+    await engine.prewarm.set_target(snapshot_id, 0)
+    await _wait_until_ready(engine, snapshot_id, 0)
 
 
-async def _until_ready(engine: Engine, ref: str, count: int) -> None:
+async def _wait_until_ready(engine: Engine, ref: str, count: int) -> None:
     async with asyncio.timeout(60):
         while engine.prewarm.level(engine.snapshots.get(ref)).ready != count:  # noqa: ASYNC110
             await asyncio.sleep(0.01)
@@ -94,7 +94,7 @@ VOLUME_OPERATIONS: dict[str, Any] = {
 
 
 async def _create_ten_with_volumes(engine: Engine) -> None:
-    """Create ten sandboxes: every fourth one shares a volume, and all of them share a fifth, most of them read-only."""
+    """Create ten sandboxes that mount one of four volumes each, and all of them a fifth one, most of them read-only."""
     for number in range(5):
         await engine.volumes.create(f"v{number}", 64)
     for first in range(4):
@@ -111,16 +111,18 @@ SCENARIOS: dict[str, Any] = {"ten-with-volumes": _create_ten_with_volumes}
 def observable_state(engine: Engine) -> Any:
     """Return everything about sandboxes and volumes that a restart must not change, as plain data."""
     sandboxes = [each.model_dump(mode="json", exclude={"host"}) for each in engine.sandboxes.list()]
-    table = {
+    mounts_by_volume = {
         each.name: [(sandbox.name, mount.path, mount.read_only) for sandbox, mount in engine.volumes.mounts_of(each)]
         for each in engine.volumes.list()
     }
     volumes = [each.model_dump(mode="json") for each in engine.volumes.list()]
-    return json.loads(json.dumps([sandboxes, volumes, {name: sorted(rows) for name, rows in table.items()}]))
+    return json.loads(
+        json.dumps([sandboxes, volumes, {name: sorted(mounts) for name, mounts in mounts_by_volume.items()}])
+    )
 
 
 class Daemon:
-    """A gateway's engine in a separate process, with a scenario."""
+    """A gateway's engine in a separate process, which creates a scenario."""
 
     def __init__(self, config: Config, factory: str, scenario: str, path: Path) -> None:
         path.write_text(config.model_dump_json())
@@ -159,7 +161,7 @@ class Runner:
         self._process: subprocess.Popen[str] | None = None
 
     def run(self, config: Config, operation: str, fatal: int, output: Path) -> int:
-        """Run an operation, and kill it at the step ``fatal``. Return its exit code: 0, KILLED, or another on failure.
+        """Run an operation, and kill it at the step ``fatal``. Return its exit code: 0, KILLED, or another if it fails.
 
         Its output is written to the file ``output``.
         """
@@ -185,8 +187,8 @@ class Runner:
             self._process = None
 
 
-class Steps:
-    """Counts steps, and exits before the step ``fatal``."""
+class StepCounter:
+    """Counts steps, and exits the process at the step ``fatal``."""
 
     def __init__(self, fatal: int) -> None:
         self._fatal = fatal
@@ -221,7 +223,7 @@ def _opens_for_writing(arguments: tuple[Any, ...]) -> bool:
     return isinstance(arguments[2], int) and bool(arguments[2] & (os.O_WRONLY | os.O_RDWR | os.O_CREAT))
 
 
-async def _run(host: Host, config: Config, operation: str, steps: Steps) -> None:
+async def _run(host: Host, config: Config, operation: str, steps: StepCounter) -> None:
     engine = Engine(host, config)
     await engine.open()
     steps.armed = True
@@ -230,7 +232,7 @@ async def _run(host: Host, config: Config, operation: str, steps: Steps) -> None
     await engine.close()
 
 
-async def _hold_scenario(host: Host, config: Config, scenario: str) -> None:
+async def _run_scenario(host: Host, config: Config, scenario: str) -> None:
     engine = Engine(host, config)
     await engine.open()
     await SCENARIOS[scenario](engine)
@@ -246,7 +248,7 @@ def _make_host(factory: str, config: Config) -> Host:
 
 def _run_once(config: Config, factory: str, operation: str, fatal: int) -> None:
     host = _make_host(factory, config)
-    steps = Steps(fatal)
+    steps = StepCounter(fatal)
     sys.addaudithook(steps.on_audit)
     steps.watch_qmp()
     asyncio.run(_run(host, config, operation, steps))
@@ -278,7 +280,7 @@ def main() -> None:
         return
     path, factory, scenario = sys.argv[1:]
     config = Config.model_validate_json(Path(path).read_text())
-    asyncio.run(_hold_scenario(_make_host(factory, config), config, scenario))
+    asyncio.run(_run_scenario(_make_host(factory, config), config, scenario))
 
 
 if __name__ == "__main__":

@@ -16,8 +16,8 @@ import httpx
 from tests.api.memory_gateway import ADMIN_KEY
 from tests.support import session
 
-_ROOT = Path(__file__).parents[2]
-_START_SECONDS = 60
+_REPOSITORY = Path(__file__).parents[2]
+_START_TIMEOUT_SECONDS = 60
 _PROGRAM = """
 import asyncio, resource, sys
 from pathlib import Path
@@ -55,11 +55,11 @@ class Daemon:
             self.process = subprocess.Popen(
                 [sys.executable, "-c", _PROGRAM, str(config), str(files)],
                 stderr=log,
-                env={**os.environ, "PYTHONPATH": os.pathsep.join([str(_ROOT), os.environ.get("PYTHONPATH", "")])},
+                env={**os.environ, "PYTHONPATH": os.pathsep.join([str(_REPOSITORY), os.environ.get("PYTHONPATH", "")])},
             )
 
     def __enter__(self) -> Daemon:
-        deadline = time.monotonic() + _START_SECONDS
+        deadline = time.monotonic() + _START_TIMEOUT_SECONDS
         while self.process.poll() is None and time.monotonic() < deadline:
             try:
                 self.check_health()
@@ -108,7 +108,7 @@ class Daemon:
         assert match, "the daemon has ended"
         return int(match[1]) * 1024
 
-    def descriptors(self) -> int:
+    def count_descriptors(self) -> int:
         return len(list(Path(f"/proc/{self.process.pid}/fd").iterdir()))
 
     def metric(self, name: str, **labels: str) -> float:

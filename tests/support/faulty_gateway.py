@@ -30,9 +30,9 @@ from tests.api import memory_gateway
 from tests.api.memory_host import Machine, MemoryHost
 
 TEMPLATE = "base"
-PAGE = 3
+PAGE_SIZE = 3
 """Maximum number of entries in one response. It is small, so that tests detect a client that ignores further pages."""
-_SECONDS = 60
+_TIMEOUT_SECONDS = 60
 Rewrite = Callable[[str, str, int, Any], tuple[int, Any]]
 """Takes (method, target, status, data) of a response. Returns the status and the data to send instead."""
 Intercept = Callable[[str, str], "tuple[int, Any] | None"]
@@ -108,8 +108,8 @@ class FaultyGateway:
         self.rewrite: Rewrite | None = None
 
     @contextlib.contextmanager
-    def listening(self, path: Path) -> Iterator[str]:
-        """Serve the proxy on a unix socket too. Yields its URL."""
+    def serve_on_unix_socket(self, path: Path) -> Iterator[str]:
+        """Also serve the proxy on a unix socket. Yields its URL."""
         with _serving(_UnixServer(str(path), self._handler)):
             yield f"unix://{path}"
 
@@ -142,13 +142,13 @@ class FaultyGateway:
             await self._host.machines.pop(instance).stop()
             self._host._exit(instance)
 
-        asyncio.run_coroutine_threadsafe(end(), self._gateway.loop).result(_SECONDS)
-        deadline = time.monotonic() + _SECONDS
+        asyncio.run_coroutine_threadsafe(end(), self._gateway.loop).result(_TIMEOUT_SECONDS)
+        deadline = time.monotonic() + _TIMEOUT_SECONDS
         while self.request("GET", f"/sandboxes?name={name}")[0]["state"] != "paused":
             assert time.monotonic() < deadline, f"the gateway did not detect that the machine of {name} ended"
             time.sleep(0.02)
 
-    def write(self, name: str) -> None:
+    def write_file(self, name: str) -> None:
         """Write a file in a sandbox, if it is running."""
         if self.request("GET", f"/sandboxes?name={name}&state=running"):
             self.request("POST", f"/sandboxes/{name}/exec", {"args": ["write", "/root/written", "something"]})
@@ -196,7 +196,7 @@ class FaultyGateway:
 
     # -- the proxy -----------------------------------------------------------------------------------------------------
 
-    def answer(self, method: str, target: str, raw: bytes, key: str) -> tuple[int, Any, dict[str, str]]:
+    def respond(self, method: str, target: str, raw: bytes, key: str) -> tuple[int, Any, dict[str, str]]:
         """Return the status, the JSON (None: no body) and the headers of the response."""
         time.sleep(self.delay)
         path, _, query = target.partition("?")
@@ -204,31 +204,31 @@ class FaultyGateway:
             self.calls.append((method, target))
             busy, self.busy = self.busy, max(0, self.busy - 1)
         if path != "/health" and self.token and key != self.token:
-            return 401, _refusal(401, "unauthorized", "this needs a key"), {}
+            return 401, _error_body(401, "unauthorized", "this needs a key"), {}
         if path != "/health" and busy:
-            return 429, _refusal(429, "busy", "too many requests at once: try again"), {"Retry-After": "0"}
-        if self.intercept is not None and (answer := self.intercept(method, target)) is not None:
-            return *answer, {}
+            return 429, _error_body(429, "busy", "too many requests at once: try again"), {"Retry-After": "0"}
+        if self.intercept is not None and (intercepted := self.intercept(method, target)) is not None:
+            return *intercepted, {}
         query_fields = dict(parse_qsl(query))
-        unknown = self._known.find_unknown_fields(method, path, query_fields, json.loads(raw) if raw else {})
-        if unknown:
-            return 400, _refusal(400, "invalid", f"unknown: {', '.join(unknown)}"), {}
+        unknown_fields = self._known.find_unknown_fields(method, path, query_fields, json.loads(raw) if raw else {})
+        if unknown_fields:
+            return 400, _error_body(400, "invalid", f"unknown: {', '.join(unknown_fields)}"), {}
         if "limit" in query_fields:
-            query_fields["limit"] = str(min(int(query_fields["limit"]), PAGE))
+            query_fields["limit"] = str(min(int(query_fields["limit"]), PAGE_SIZE))
         status, headers, body = self._forward(
             method, f"{path}?{urlencode(query_fields)}" if query_fields else path, raw
         )
         data = json.loads(body) if body else None
         if method == "GET" and isinstance(data, dict):
-            self._remove_after_answer(path, data)
+            self._remove_vanishing_object(path, data)
         if path == "/health" and self.version:
             data["version"] = self.version
         if self.rewrite is not None:
             status, data = self.rewrite(method, target, status, data)
-        forwarded = ("Date", "Retry-After", "X-Next-Token")
-        return status, data, {name: headers[name] for name in forwarded if headers[name] is not None}
+        forwarded_headers = ("Date", "Retry-After", "X-Next-Token")
+        return status, data, {name: headers[name] for name in forwarded_headers if headers[name] is not None}
 
-    def _remove_after_answer(self, path: str, data: dict[str, Any]) -> None:
+    def _remove_vanishing_object(self, path: str, data: dict[str, Any]) -> None:
         for kind, ident in (("sandboxes", "sandboxID"), ("snapshots", "snapshotID")):
             if re.fullmatch(rf"/{kind}/[^/]+", path) and data.get(ident) in self.vanish:
                 self.vanish.discard(data[ident])
@@ -273,12 +273,12 @@ def _serving(server: socketserver.BaseServer) -> Iterator[None]:
         thread.join()
 
 
-def _refusal(status: int, kind: str, message: str) -> dict[str, Any]:
+def _error_body(status: int, kind: str, message: str) -> dict[str, Any]:
     return {"code": status, "message": message, "error": message, "kind": kind, "blockers": []}
 
 
 class _ApiFields:
-    """The fields and query parameters in an OpenAPI document. The proxy rejects others; the gateway ignores them."""
+    """The fields and query parameters in an OpenAPI document. The proxy rejects others, which the gateway ignores."""
 
     def __init__(self, document: dict[str, Any]) -> None:
         self._document = document
@@ -288,31 +288,38 @@ class _ApiFields:
         for pattern, entry in self._paths:
             operation = entry.get(method.lower())
             if operation and re.fullmatch(pattern, path):
-                queries = {each["name"] for each in operation.get("parameters", []) if each["in"] == "query"}
-                content = operation.get("requestBody", {}).get("content", {}).get("application/json", {})
-                return sorted({*query} - queries) + self._fields(body, content.get("schema", {}))
+                query_names = {each["name"] for each in operation.get("parameters", []) if each["in"] == "query"}
+                media_type = operation.get("requestBody", {}).get("content", {}).get("application/json", {})
+                return sorted({*query} - query_names) + self._unknown_fields(body, media_type.get("schema", {}))
         return []
 
-    def _fields(self, value: Any, schema: dict[str, Any]) -> list[str]:
+    def _unknown_fields(self, value: Any, schema: dict[str, Any]) -> list[str]:
         """Return the fields of ``value`` that no alternative of the schema has."""
         if "$ref" in schema:
-            return self._fields(value, self._document["components"]["schemas"][schema["$ref"].rpartition("/")[2]])
+            return self._unknown_fields(
+                value, self._document["components"]["schemas"][schema["$ref"].rpartition("/")[2]]
+            )
         if "anyOf" in schema:
-            kind = {dict: "object", list: "array"}.get(type(value))
-            candidates = [each for each in schema["anyOf"] if "$ref" in each or each.get("type") == kind]
-            return min((self._fields(value, each) for each in candidates), key=len, default=[])
+            json_type = {dict: "object", list: "array"}.get(type(value))
+            candidates = [each for each in schema["anyOf"] if "$ref" in each or each.get("type") == json_type]
+            return min((self._unknown_fields(value, each) for each in candidates), key=len, default=[])
         if isinstance(value, list):
-            return [name for each in value for name in self._fields(each, schema.get("items", {}))]
+            return [name for each in value for name in self._unknown_fields(each, schema.get("items", {}))]
         if not isinstance(value, dict) or "properties" not in schema:
             return []
-        known = schema["properties"]
-        inner = [name for key, each in value.items() if key in known for name in self._fields(each, known[key])]
-        return sorted(value.keys() - known.keys()) + inner
+        properties = schema["properties"]
+        nested_fields = [
+            name
+            for key, each in value.items()
+            if key in properties
+            for name in self._unknown_fields(each, properties[key])
+        ]
+        return sorted(value.keys() - properties.keys()) + nested_fields
 
 
 class _UnixConnection(http.client.HTTPConnection):
     def __init__(self, path: str) -> None:
-        super().__init__("gateway", timeout=_SECONDS)
+        super().__init__("gateway", timeout=_TIMEOUT_SECONDS)
         self._path = path
 
     def connect(self) -> None:
@@ -332,7 +339,7 @@ class _Handler(BaseHTTPRequestHandler):
             self.close_connection = True
             return
         key = (self.headers.get("Authorization") or "").removeprefix("Bearer ")
-        status, data, headers = self.gateway.answer(self.command, self.path, raw, key)
+        status, data, headers = self.gateway.respond(self.command, self.path, raw, key)
         payload = b"" if data is None else json.dumps(data).encode()
         self.send_response_only(status)
         for name, value in headers.items():

@@ -11,7 +11,7 @@ from pathlib import Path
 from tests.support import session
 
 PACKAGE = session.REPOSITORY / "gateway" / "extras" / "forkd"
-_START_SECONDS = 20
+_START_TIMEOUT_SECONDS = 20
 
 
 def install(directory: Path, *settings: str) -> Path:
@@ -36,10 +36,10 @@ def install(directory: Path, *settings: str) -> Path:
     return command
 
 
-def wait_for(target: str) -> None:
+def wait_until_listening(target: str) -> None:
     """Wait until a server listens on ``target``, which is HOST:PORT."""
     host, _, port = target.rpartition(":")
-    deadline = time.monotonic() + _START_SECONDS
+    deadline = time.monotonic() + _START_TIMEOUT_SECONDS
     while True:
         try:
             socket.create_connection((host, int(port)), timeout=5).close()

@@ -18,7 +18,7 @@ from tests.support import session
 
 TEMPLATE = "debian"
 PROGRAM = (str(Path(sys.executable).with_name("sandbox-gateway")),)
-_BUILD_SECONDS = 900
+_BUILD_TIMEOUT_SECONDS = 900
 
 
 class Gateway:
@@ -60,7 +60,7 @@ class Gateway:
         }
         for section, values in config.items():
             settings.setdefault(section, {}).update(values)
-        self.config.write_text(_toml(settings))
+        self.config.write_text(_to_toml(settings))
 
     def start(self, *, seconds: float = 90) -> None:
         """Start the daemon and wait until it responds. Raises RuntimeError with the end of its log if it does not."""
@@ -77,13 +77,13 @@ class Gateway:
         while True:
             if self.process.poll() is not None:
                 raise RuntimeError(f"the gateway exited with code {self.process.returncode}:\n{self.log_tail()}")
-            if self.is_answering():
+            if self.is_responding():
                 return
             if time.monotonic() > deadline:
                 raise RuntimeError(f"the gateway did not answer within {seconds:g} s:\n{self.log_tail()}")
             time.sleep(0.05)
 
-    def is_answering(self) -> bool:
+    def is_responding(self) -> bool:
         try:
             return self.client.get("/health", timeout=5).status_code == 200
         except httpx.HTTPError:
@@ -121,7 +121,7 @@ class Gateway:
         return response.json() if response.content else None
 
     def execute(self, sandbox: str, *args: str, **options: Any) -> dict[str, Any]:
-        """Run a command in a sandbox: ``{exitCode, stdout, stderr, timedOut}``."""
+        """Run a command in a sandbox, and return ``{exitCode, stdout, stderr, timedOut}``."""
         result = self.call("POST", f"/sandboxes/{sandbox}/exec", {"args": list(args), **options})
         assert isinstance(result, dict)
         return result
@@ -136,7 +136,7 @@ class Gateway:
         """Remove all sandboxes and stop the daemon. Return a sentence for each problem."""
         problems: list[str] = []
         try:
-            if not self.is_answering():
+            if not self.is_responding():
                 if self.process is not None and self.process.poll() is None:
                     self.kill_9()
                 self.start()
@@ -144,9 +144,9 @@ class Gateway:
                 response = self.client.delete(f"/sandboxes/{sandbox}")
                 if response.status_code not in (204, 404):
                     problems.append(f"sandbox {sandbox} was not removed: {response.text[:500]}")
-            code = self.stop()
-            if code != 0:
-                problems.append(f"gateway {self.prefix} exited with code {code} after SIGTERM:\n{self.log_tail()}")
+            exit_code = self.stop()
+            if exit_code != 0:
+                problems.append(f"gateway {self.prefix} exited with code {exit_code} after SIGTERM:\n{self.log_tail()}")
         except (RuntimeError, httpx.HTTPError, subprocess.TimeoutExpired) as error:
             problems.append(f"gateway {self.prefix} could not be stopped: {error}")
             if self.process is not None and self.process.poll() is None:
@@ -167,13 +167,13 @@ class Gateway:
 
 
 def build_template(gateway: Gateway, name: str, **recipe: Any) -> dict[str, Any]:
-    """Build a template, or find it, and wait until it is ready. A failure shows the end of the build's log."""
+    """Build a template unless it exists, and wait until it is ready. A failure shows the end of the build's log."""
     body = {"name": name, "from": "debootstrap", "cpuCount": 1, "memoryMB": 256, "diskSizeMB": 2048, **recipe}
     build = gateway.call("POST", "/templates", body)
-    deadline = time.monotonic() + _BUILD_SECONDS
+    deadline = time.monotonic() + _BUILD_TIMEOUT_SECONDS
     status: dict[str, Any] = {"status": build["buildStatus"]}
     while status["status"] == "building":
-        assert time.monotonic() < deadline, f"template {name} was not built within {_BUILD_SECONDS} s: {status}"
+        assert time.monotonic() < deadline, f"template {name} was not built within {_BUILD_TIMEOUT_SECONDS} s: {status}"
         time.sleep(0.5)
         status = gateway.call("GET", f"/templates/{build['templateID']}/builds/{build['buildID']}/status")
     if status["status"] != "ready":
@@ -184,7 +184,7 @@ def build_template(gateway: Gateway, name: str, **recipe: Any) -> dict[str, Any]
     return template
 
 
-def _toml(settings: dict[str, dict[str, Any]]) -> str:
+def _to_toml(settings: dict[str, dict[str, Any]]) -> str:
     """Format sections of plain values as TOML. JSON strings, numbers, booleans and lists are valid TOML.
 
     The section "" contains the keys outside of any section.

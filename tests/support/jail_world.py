@@ -34,18 +34,21 @@ from tests.support import session
 from tests.support.live import Live
 from tests.support.worlds import TEMPLATE
 
-STATE = "FREEBSD_SHIM_STATE"
-SHIM = "shim"
+STATE_VARIABLE = "FREEBSD_SHIM_STATE"
+SHIM_DIRECTORY = "shim"
 """Name of the directory of the shim's state, below the directory of the test run."""
 _PACKAGES = ("iproute2", "procps", "python3")
 _SUITE = "bookworm"
-PF = 'set skip on lo0\nnat-anchor "sbx/*"\nanchor "sbx/*"\n'
+PF_RULES = 'set skip on lo0\nnat-anchor "sbx/*"\nanchor "sbx/*"\n'
 _numbers = itertools.count(1)
 
 
 def shim_environment(state: Path | None = None) -> dict[str, str]:
     """Return an environment with the emulated FreeBSD commands first on PATH."""
-    return {"PATH": f"{BIN}:{os.environ['PATH']}:/usr/sbin:/sbin", STATE: str(state or os.environ[STATE])}
+    return {
+        "PATH": f"{BIN}:{os.environ['PATH']}:/usr/sbin:/sbin",
+        STATE_VARIABLE: str(state or os.environ[STATE_VARIABLE]),
+    }
 
 
 class ShimHost(JailZfsHost):
@@ -86,24 +89,24 @@ def debian_tarball() -> Path:
 @contextmanager
 def jail_zfs_world() -> Iterator[JailZfsWorld]:
     """Create a private pool and a shim. Remove both at the end."""
-    with pools.pool(f"t{session.run_id()}w", session.run_dir(), megabytes=6144) as pool, world_on(pool) as world:
+    with pools.pool(f"t{session.run_id()}w", session.run_dir(), megabytes=6144) as pool, open_world(pool) as world:
         yield world
 
 
 @contextmanager
-def world_on(pool: pools.Pool) -> Iterator[JailZfsWorld]:
-    before = os.environ.get(STATE)
-    os.environ[STATE] = str(session.run_dir() / SHIM)
+def open_world(pool: pools.Pool) -> Iterator[JailZfsWorld]:
+    previous_state = os.environ.get(STATE_VARIABLE)
+    os.environ[STATE_VARIABLE] = str(session.run_dir() / SHIM_DIRECTORY)
     try:
-        shim("pfctl", "-q", "-f", "-", input=PF)
+        shim("pfctl", "-q", "-f", "-", input=PF_RULES)
         try:
             yield JailZfsWorld(pool)
         finally:
             shim("freebsd-shim", "purge")
     finally:
-        os.environ.pop(STATE)
-        if before is not None:
-            os.environ[STATE] = before
+        os.environ.pop(STATE_VARIABLE)
+        if previous_state is not None:
+            os.environ[STATE_VARIABLE] = previous_state
 
 
 class JailZfsWorld:
@@ -112,7 +115,7 @@ class JailZfsWorld:
     kind = "jail_zfs"
     abilities = JailZfsHost.abilities
     factory = "tests.support.jail_world.ShimHost"
-    halt = "kill -KILL -1"
+    halt_command = "kill -KILL -1"
 
     def __init__(self, pool: pools.Pool) -> None:
         self._pool = pool
@@ -155,7 +158,7 @@ class JailZfsWorld:
         return ShimHost(config)
 
     def forget(self, config: Config) -> None:
-        self.power_cut(config)
+        self.cut_power(config)
         prefix = config.network.prefix
         shim("ifconfig", f"{prefix}br", "destroy", check=False)
         shim("pfctl", "-q", "-a", f"sbx/{prefix}", "-F", "all")
@@ -168,11 +171,11 @@ class JailZfsWorld:
 
     # -- observation ------------------------------------------------------------------------------------------------
 
-    def place(self, config: Config) -> Path:
+    def mount_point(self, config: Config) -> Path:
         return self._pool.mount_point / config.jail_zfs.dataset.partition("/")[2]
 
     def traces(self, config: Config) -> dict[str, set[str]]:
-        root, prefix, mount_point = config.jail_zfs.dataset, config.network.prefix, self.place(config)
+        root, prefix, mount_point = config.jail_zfs.dataset, config.network.prefix, self.mount_point(config)
         mounts = {line.split()[1] for line in Path("/proc/self/mounts").read_text().splitlines()}
         rows = zfs.get_tree(root, ("defer_destroy", "type"))
         # A process belongs to the jail with its root directory. A dataset that is too busy to be retired stays in
@@ -188,12 +191,12 @@ class JailZfsWorld:
             "datasets": {name.removeprefix(root) for name in rows if "@" not in name and name not in retired},
             "snapshots": {
                 name.partition("@")[2]
-                for name, facts in rows.items()
-                if "@" in name and not facts["defer_destroy"].is_on
+                for name, properties in rows.items()
+                if "@" in name and not properties["defer_destroy"].is_on
             },
             "jails": set(self.jails(config)),
             "processes": {path.name for path in Path("/proc").iterdir() if _is_within(path, mount_point)},
-            "cables": set(shim("ifconfig", "-g", f"{prefix}-epair", check=False).split()),
+            "epairs": set(shim("ifconfig", "-g", f"{prefix}-epair", check=False).split()),
             "limits": {line for line in shim("rctl").split() if f":{prefix}-" in line},
             "anchors": set(re.findall(rf"sbx/{prefix}-\S+", shim("pfctl", "-a", "sbx", "-s", "Anchors"))),
             "mounts": {mount for mount in mounts if mount.startswith(f"{mount_point}/")},
@@ -201,39 +204,39 @@ class JailZfsWorld:
         }
 
     def jails(self, config: Config) -> list[str]:
-        place = str(self.place(config))
+        mount_point = str(self.mount_point(config))
         rows = json.loads(shim("jls", "--libxo", "json", "-d", "name", "path"))["jail-information"]["jail"]
-        return [row["name"] for row in rows if row["path"].startswith(f"{place}/")]
+        return [row["name"] for row in rows if row["path"].startswith(f"{mount_point}/")]
 
     def check_no_strays(self, engine: Engine, config: Config, when: str) -> None:
         traces = self.traces(config)
         sandboxes = list(engine.index.sandboxes.values())
         running = [sandbox for sandbox in sandboxes if sandbox.state is SandboxState.RUNNING]
         instances = {f"/sandboxes/{each.instance}" for each in sandboxes}
-        mounted = {name for name in traces["datasets"] if f"{self.place(config)}{name}" in traces["mounts"]}
+        mounted = {name for name in traces["datasets"] if f"{self.mount_point(config)}{name}" in traces["mounts"]}
         assert {name for name in mounted if name.startswith("/sandboxes/")} == instances, when
         volumes = {each.host["dataset"].removeprefix(config.jail_zfs.dataset) for each in engine.volumes.list()}
         assert {name for name in mounted if name.startswith("/volumes/")} == volumes, when
         expected_snapshots = {each.host["zfsSnapshot"].partition("@")[2] for each in engine.index.snapshots.values()}
         assert traces["snapshots"] == expected_snapshots | set(engine.index.volume_snapshots), when
         expected_mounts = {
-            (f"{self.place(config)}/sandboxes/{sandbox.instance}{mount.path}", mount.volume, mount.read_only)
+            (f"{self.mount_point(config)}/sandboxes/{sandbox.instance}{mount.path}", mount.volume, mount.read_only)
             for sandbox in running
             for mount in sandbox.mounts
         }
         mounts = self.volume_mounts(config)
         assert mounts == expected_mounts, (when, mounts, expected_mounts)
-        for kind in ("jails", "cables", "anchors", "identities"):
+        for kind in ("jails", "epairs", "anchors", "identities"):
             assert len(traces[kind]) == len(running), (when, kind, traces[kind])
         assert len(traces["limits"]) == 3 * len(running), (when, traces["limits"])
 
-    def territory(self, config: Config) -> Path:
-        return self.place(config)
+    def writable_directory(self, config: Config) -> Path:
+        return self.mount_point(config)
 
     def volume_mounts(self, config: Config) -> set[tuple[str, str, bool]]:
         """Return ``(path, volume id, read-only)`` of each volume that is mounted in a jail."""
         rows = json.loads(shim("mount", "--libxo", "json", "-v", "-t", "nullfs"))["mount"].get("mounted", [])
-        volumes = f"{self.place(config)}/volumes/"
+        volumes = f"{self.mount_point(config)}/volumes/"
         return {
             (row["node"], row["special"].removeprefix(volumes).partition(".")[0], "read-only" in row["opts"])
             for row in rows
@@ -261,21 +264,21 @@ class JailZfsWorld:
 
         monkeypatch.setattr(snapshots, "_snapshot_at_once", refuse)
 
-    def power_cut(self, config: Config) -> None:
+    def cut_power(self, config: Config) -> None:
         prefix = config.network.prefix
         traces = self.traces(config)
         for name in traces["jails"]:
             shim("pkill", "-KILL", "-j", name, check=False)
             shim("jail", "-R", name, check=False)
-        for name in traces["cables"]:
+        for name in traces["epairs"]:
             shim("ifconfig", name, "destroy")
         for line in traces["limits"]:
             shim("rctl", "-r", ":".join(line.split(":")[:2]), check=False)
         for name in traces["anchors"]:
             shim("pfctl", "-q", "-a", name, "-F", "all")
-        own_mounts = {f"{self.place(config)}{name}" for name in traces["datasets"]}
+        dataset_mounts = {f"{self.mount_point(config)}{name}" for name in traces["datasets"]}
         for node in sorted(self.traces(config)["mounts"], reverse=True):
-            if node not in own_mounts and not node.endswith("/dev/pts"):
+            if node not in dataset_mounts and not node.endswith("/dev/pts"):
                 shim("umount", "-f", node)
         for name in traces["datasets"]:
             if name.startswith(("/sandboxes/", "/volumes/")):
@@ -286,13 +289,13 @@ class JailZfsWorld:
         rows = zfs.list_datasets(config.jail_zfs.dataset, types="snapshot")
         return next(name for name in rows if name.endswith(f"@{snapshot_id}"))
 
-    def damage(self, config: Config, *, torn: str, short: str, empty: str) -> None:
+    def damage_snapshots(self, config: Config, *, torn: str, short: str, empty: str) -> None:
         name = self._full_name(config, torn)
         zfs.lzc_set_prop(name, HEAD, zfs.local_props(name)[HEAD][:100])
         zfs.lzc_set_prop(self._full_name(config, short), HEAD, '{"v":1,"kind":"snapshot","generation":9,"parts":2}')
         zfs.lzc_inherit_prop(self._full_name(config, empty), HEAD)
 
-    def rewrite(self, config: Config, snapshot: Snapshot, **fields: Any) -> None:
+    def rewrite_record(self, config: Config, snapshot: Snapshot, **fields: Any) -> None:
         name = self._full_name(config, snapshot.id)
         head = json.loads(zfs.local_props(name)[HEAD])
         head["record"] |= fields

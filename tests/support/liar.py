@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
-LAST = 2
+END_STREAM = 2
 
 
 def make_frame(message: dict[str, Any] | bytes, flags: int = 0) -> bytes:
@@ -20,8 +20,8 @@ def make_frame(message: dict[str, Any] | bytes, flags: int = 0) -> bytes:
     return struct.pack(">BI", flags, len(data)) + data
 
 
-STARTED = make_frame({"event": {"start": {"pid": 7, "input": True}}})
-ENDED = make_frame({"event": {"end": {"exitCode": 0, "exited": True}}}) + make_frame(b"{}", LAST)
+START_FRAME = make_frame({"event": {"start": {"pid": 7, "input": True}}})
+END_FRAMES = make_frame({"event": {"end": {"exitCode": 0, "exited": True}}}) + make_frame(b"{}", END_STREAM)
 
 
 def make_output(text: str | bytes) -> bytes:
@@ -29,14 +29,14 @@ def make_output(text: str | bytes) -> bytes:
     return make_frame({"event": {"data": {"stdout": base64.b64encode(data).decode()}}})
 
 
-def make_answer(text: str) -> bytes:
+def make_response(text: str) -> bytes:
     """Make the complete response for a command that prints ``text`` and succeeds."""
-    return STARTED + make_output(text) + ENDED
+    return START_FRAME + make_output(text) + END_FRAMES
 
 
-def facts_answer(**values: Any) -> bytes:
+def make_facts_response(**values: Any) -> bytes:
     """Make the complete response of an interpreter that returns facts instead of running the module."""
-    return make_answer(json.dumps({"changed": False, "ansible_facts": values}))
+    return make_response(json.dumps({"changed": False, "ansible_facts": values}))
 
 
 Pieces = Callable[[], Iterable[bytes]]
@@ -69,7 +69,7 @@ class LyingGateway:
 
     @contextlib.contextmanager
     def serve(self) -> Iterator[LyingGateway]:
-        """Serve at ``url``, on a loopback port."""
+        """Run the HTTP server at ``url``, on a loopback port."""
         server = ThreadingHTTPServer(("127.0.0.1", 0), type("Handler", (_Handler,), {"liar": self}))
         server.daemon_threads = True
         self.url = f"http://127.0.0.1:{server.server_address[1]}"
@@ -84,7 +84,7 @@ class LyingGateway:
 
 
 def _append_decoded(body: bytes) -> bytes:
-    """Return a request followed by everything in it that base64 encodes, at any depth."""
+    """Return a request followed by the decoded text of everything in it that is base64-encoded, at any depth."""
     texts = [body]
     for text in texts:
         for encoded in re.findall(rb"[A-Za-z0-9+/]{40,}={0,2}", text):
@@ -100,7 +100,7 @@ class _Handler(BaseHTTPRequestHandler):
         self.liar.bodies.append(_append_decoded(self.rfile.read(int(self.headers.get("Content-Length") or 0))))
         self.liar.request_headers.append(dict(self.headers.items()))
         sandbox = self.headers.get("E2b-Sandbox-Id", "")
-        response = self.liar.lies.get(sandbox, make_answer("nothing to say"))
+        response = self.liar.lies.get(sandbox, make_response("nothing to say"))
         if not self.path.startswith("/process.Process/Start"):
             response = b"{}"
         if self.command == "GET":
@@ -122,4 +122,4 @@ class _Handler(BaseHTTPRequestHandler):
     do_GET = do_POST
 
     def log_message(self, *_: Any) -> None:
-        """Log nothing."""
+        """Do not log requests."""

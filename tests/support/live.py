@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from tests.support.worlds import World
 
 T = TypeVar("T")
-_SETTLE_SECONDS = 20
+_SETTLE_TIMEOUT_SECONDS = 20
 
 
 class Live:
@@ -34,7 +34,7 @@ class Live:
         try:
             self.engine = self.do(_open(host, config))
         except BaseException:
-            self._end_loop()
+            self._stop_loop()
             raise
 
     def do(self, work: Coroutine[Any, Any, T], *, timeout: float = 180) -> T:
@@ -55,8 +55,8 @@ class Live:
         return self.do(run_on_loop())
 
     def wait_for(self, check: Any, *args: Any) -> None:
-        """Call a check on the loop's thread until it passes, because cleanup may be slow. Raises AssertionError."""
-        deadline = time.monotonic() + _SETTLE_SECONDS
+        """Call a check on the loop's thread until it passes, because cleanup takes time. Raises AssertionError."""
+        deadline = time.monotonic() + _SETTLE_TIMEOUT_SECONDS
         while True:
             try:
                 return self.call(check, *args)
@@ -80,7 +80,7 @@ class Live:
         self.do(self.engine.collector.collect())
 
     def stop_prewarming(self) -> None:
-        """Keep no forks ready any more, and wait until their machines have ended."""
+        """Stop keeping forks ready, and wait until their machines have ended."""
         for snapshot in [*self.engine.index.snapshots.values()]:
             if snapshot.prewarm:
                 self.do(self.engine.prewarm.set_target(snapshot.id, 0))
@@ -92,9 +92,9 @@ class Live:
     def close(self) -> None:
         self.closed = True
         self.do(self.engine.close())
-        self._end_loop()
+        self._stop_loop()
 
-    def _end_loop(self) -> None:
+    def _stop_loop(self) -> None:
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join(10)
         self._loop.close()

@@ -15,7 +15,7 @@ from sandbox_gateway.recipes import Recipe
 from sandbox_gateway.records import Sandbox
 from tests.api.memory_host import MemoryHost
 
-_SECONDS = 10
+_TIMEOUT_SECONDS = 10
 
 
 @contextlib.asynccontextmanager
@@ -42,7 +42,7 @@ async def create(engine: Engine, name: str, ref: str = "t", **spec: Any) -> Sand
 
 async def wait_until(condition: Callable[[], object]) -> None:
     """Wait until ``condition()`` is true. Raises TimeoutError after ten seconds."""
-    async with asyncio.timeout(_SECONDS):
+    async with asyncio.timeout(_TIMEOUT_SECONDS):
         while not condition():  # noqa: ASYNC110
             await asyncio.sleep(0.005)
 

@@ -22,7 +22,7 @@ class RpcRejected(Exception):
 
 
 class NfsError(Exception):
-    """A procedure failed. ``status`` is one of the numbers above."""
+    """A procedure failed with ``status``, which is one of the constants above."""
 
     def __init__(self, status: int) -> None:
         super().__init__(f"NFS status {status}")
@@ -87,7 +87,7 @@ def opaque(data: bytes) -> bytes:
 
 
 def _new_attributes(mode: int | None = None, size: int | None = None) -> bytes:
-    """Encode a sattr3 that sets only the given attributes."""
+    """Encode a sattr3 that sets only the attributes that are not None."""
     data = struct.pack(">I", 0) if mode is None else struct.pack(">II", 1, mode)
     data += struct.pack(">II", 0, 0)
     data += struct.pack(">I", 0) if size is None else struct.pack(">IQ", 1, size)
@@ -115,12 +115,12 @@ class Connection:
     def call(self, program: int, version: int, procedure: int, arguments: bytes = b"") -> Reader:
         """Call a procedure. Raises RpcRejected, or OSError if the connection breaks or no reply arrives."""
         xid = next(self._xids)
-        user = struct.pack(">I", 0) + opaque(b"sandbox") + struct.pack(">III", self._uid, self._gid, 0)
+        credentials = struct.pack(">I", 0) + opaque(b"sandbox") + struct.pack(">III", self._uid, self._gid, 0)
         head = struct.pack(">IIIIII", xid, 0, 2, program, version, procedure)
-        message = head + struct.pack(">I", 1) + opaque(user) + struct.pack(">II", 0, 0) + arguments
+        message = head + struct.pack(">I", 1) + opaque(credentials) + struct.pack(">II", 0, 0) + arguments
         self._socket.sendall(struct.pack(">I", len(message) | 1 << 31) + message)
         while True:
-            reply = Reader(self._record())
+            reply = Reader(self._read_record())
             if reply.u32() == xid:
                 break
         reply.u32()
@@ -133,15 +133,15 @@ class Connection:
             raise RpcRejected(f"not accepted: {accept_status}")
         return reply
 
-    def _record(self) -> bytes:
+    def _read_record(self) -> bytes:
         data = b""
         while True:
-            mark = int.from_bytes(self._exactly(4), "big")
-            data += self._exactly(mark & 0x7FFFFFFF)
-            if mark >> 31:
+            header = int.from_bytes(self._read_exactly(4), "big")
+            data += self._read_exactly(header & 0x7FFFFFFF)
+            if header >> 31:
                 return data
 
-    def _exactly(self, size: int) -> bytes:
+    def _read_exactly(self, size: int) -> bytes:
         data = b""
         while len(data) < size:
             piece = self._socket.recv(size - len(data))
@@ -173,50 +173,50 @@ class Nfs(Connection):
     """A connection for NFS procedures. Handles are bytes. Raises NfsError for any status except OK."""
 
     def getattr(self, handle: bytes) -> Attributes:
-        return self._nfs(1, opaque(handle)).attributes()
+        return self._call_nfs(1, opaque(handle)).attributes()
 
     def truncate(self, handle: bytes, size: int) -> None:
-        self._nfs(2, opaque(handle) + _new_attributes(size=size) + struct.pack(">I", 0))
+        self._call_nfs(2, opaque(handle) + _new_attributes(size=size) + struct.pack(">I", 0))
 
     def lookup(self, directory: bytes, name: str) -> bytes:
-        return self._nfs(3, opaque(directory) + opaque(name.encode())).opaque()
+        return self._call_nfs(3, opaque(directory) + opaque(name.encode())).opaque()
 
     def read(self, handle: bytes, offset: int = 0, count: int = 65536) -> bytes:
-        reply = self._nfs(6, opaque(handle) + struct.pack(">QI", offset, count))
+        reply = self._call_nfs(6, opaque(handle) + struct.pack(">QI", offset, count))
         reply.post_attributes(), reply.u32(), reply.u32()
         return reply.opaque()
 
     def write(self, handle: bytes, data: bytes, offset: int = 0, stable: int = FILE_SYNC) -> int:
-        reply = self._nfs(7, opaque(handle) + struct.pack(">QII", offset, len(data), stable) + opaque(data))
+        reply = self._call_nfs(7, opaque(handle) + struct.pack(">QII", offset, len(data), stable) + opaque(data))
         reply.wcc()
         return reply.u32()
 
     def create(self, directory: bytes, name: str, mode: int = 0o644) -> bytes:
         """Create a file, or open an existing one. Return its handle."""
         arguments = opaque(directory) + opaque(name.encode()) + struct.pack(">I", 0) + _new_attributes(mode)
-        return self._read_new_handle(self._nfs(8, arguments), directory, name)
+        return self._read_new_handle(self._call_nfs(8, arguments), directory, name)
 
     def mkdir(self, directory: bytes, name: str, mode: int = 0o755) -> bytes:
         return self._read_new_handle(
-            self._nfs(9, opaque(directory) + opaque(name.encode()) + _new_attributes(mode)), directory, name
+            self._call_nfs(9, opaque(directory) + opaque(name.encode()) + _new_attributes(mode)), directory, name
         )
 
     def symlink(self, directory: bytes, name: str, target: str) -> None:
-        self._nfs(10, opaque(directory) + opaque(name.encode()) + _new_attributes() + opaque(target.encode()))
+        self._call_nfs(10, opaque(directory) + opaque(name.encode()) + _new_attributes() + opaque(target.encode()))
 
     def mknod(self, directory: bytes, name: str, major: int, minor: int) -> None:
         """Create a block device."""
         data = opaque(directory) + opaque(name.encode())
-        self._nfs(11, data + struct.pack(">I", 3) + _new_attributes(0o666) + struct.pack(">II", major, minor))
+        self._call_nfs(11, data + struct.pack(">I", 3) + _new_attributes(0o666) + struct.pack(">II", major, minor))
 
     def remove(self, directory: bytes, name: str) -> None:
-        self._nfs(12, opaque(directory) + opaque(name.encode()))
+        self._call_nfs(12, opaque(directory) + opaque(name.encode()))
 
     def rename(self, directory: bytes, name: str, to: bytes, new: str) -> None:
-        self._nfs(14, opaque(directory) + opaque(name.encode()) + opaque(to) + opaque(new.encode()))
+        self._call_nfs(14, opaque(directory) + opaque(name.encode()) + opaque(to) + opaque(new.encode()))
 
     def commit(self, handle: bytes) -> None:
-        self._nfs(21, opaque(handle) + struct.pack(">QI", 0, 0))
+        self._call_nfs(21, opaque(handle) + struct.pack(">QI", 0, 0))
 
     def null(self) -> None:
         self.call(NFS, 3, 0)
@@ -224,7 +224,7 @@ class Nfs(Connection):
     def _read_new_handle(self, reply: Reader, directory: bytes, name: str) -> bytes:
         return reply.opaque() if reply.u32() else self.lookup(directory, name)
 
-    def _nfs(self, procedure: int, arguments: bytes) -> Reader:
+    def _call_nfs(self, procedure: int, arguments: bytes) -> Reader:
         reply = self.call(NFS, 3, procedure, arguments)
         _check(reply)
         return reply

@@ -14,13 +14,13 @@ TESTS = Path(__file__).resolve().parent.parent
 REPOSITORY = TESTS.parent
 COLLECTIONS = REPOSITORY / ".cache" / "collections"
 
-MARK = "GROVE_TEST_RUN"
+RUN_VARIABLE = "GROVE_TEST_RUN"
 """Environment variable that every process of the run inherits, so that leftover processes can be identified."""
 
 _DIGITS = "0123456789abcdefghijklmnopqrstuvwxyz"
 LANE = int(os.environ.get("PYTEST_XDIST_WORKER", "gw0").removeprefix("gw"))
 LANES = 2
-_GATEWAYS = len(_DIGITS) ** 2 // LANES
+_GATEWAYS_PER_LANE = len(_DIGITS) ** 2 // LANES
 _gateway_numbers = itertools.count()
 # Below the ephemeral ports of Linux (32768 and up), so that no client takes a port between its choice and its use.
 _PORTS = range(20000 + LANE % LANES * 6000, 20000 + (LANE % LANES + 1) * 6000)
@@ -29,7 +29,7 @@ _port_numbers = itertools.count(secrets.randbelow(len(_PORTS)))
 
 
 def state_dir() -> Path:
-    """Return the directory of everything that tests write to disk. Only ``cache`` below it outlives the run."""
+    """Return the directory for all files that tests write to disk. Only its subdirectory ``cache`` outlives the run."""
     return Path(os.environ.get("GROVE_TEST_STATE") or f"/var/tmp/grove-test-{os.geteuid()}")
 
 
@@ -37,13 +37,13 @@ def state_dir() -> Path:
 def run_id() -> str:
     """Return the three letters or digits that identify this run."""
     code = "".join(secrets.choice(_DIGITS) for _ in range(3))
-    return os.environ.setdefault(MARK, f"{os.getpid()}-{code}").rpartition("-")[2]
+    return os.environ.setdefault(RUN_VARIABLE, f"{os.getpid()}-{code}").rpartition("-")[2]
 
 
 def run_path() -> Path:
     """Return the path of the directory of this run, which may not exist."""
     run_id()
-    return state_dir() / f"run-{os.environ[MARK]}"
+    return state_dir() / f"run-{os.environ[RUN_VARIABLE]}"
 
 
 def run_dir() -> Path:
@@ -64,9 +64,9 @@ def cache_dir() -> Path:
 
 def network() -> dict[str, str]:
     """Return ``{prefix, subnet}`` for another gateway: a prefix that starts with this run's, and 256 slots."""
-    if LANE >= LANES or (number := next(_gateway_numbers)) >= _GATEWAYS:
-        raise RuntimeError(f"a test run has names for {LANES} lanes with {_GATEWAYS} gateways each")
-    number += LANE * _GATEWAYS
+    if LANE >= LANES or (number := next(_gateway_numbers)) >= _GATEWAYS_PER_LANE:
+        raise RuntimeError(f"a test run has names for {LANES} lanes with {_GATEWAYS_PER_LANE} gateways each")
+    number += LANE * _GATEWAYS_PER_LANE
     # Avoid 10.255, because some networks have their resolver there.
     block = (int(run_id(), 36) * 7 + number) % 960
     return {

@@ -20,7 +20,7 @@ RECIPE = Recipe(resources=Resources(memory_mb=256, disk_mb=2048))
 
 
 def copy_cached(root: Path, name: str) -> None:
-    """Copy the template to a state root and name it ``name``, if it is cached. The next build then finds it."""
+    """If the template is cached, copy it to a state root and name it ``name``. The next build then finds it."""
     cached = _cache_path()
     if cached.exists():
         manifest = _manifest(cached)

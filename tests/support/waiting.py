@@ -5,10 +5,10 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 
-_SECONDS = 30
+_TIMEOUT_SECONDS = 30
 
 
-def eventually(condition: Callable[[], object], seconds: float = _SECONDS) -> None:
+def eventually(condition: Callable[[], object], seconds: float = _TIMEOUT_SECONDS) -> None:
     """Wait until ``condition()`` is true, for at most ``seconds``. Raises AssertionError."""
     deadline = time.monotonic() + seconds
     while not condition():

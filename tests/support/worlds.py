@@ -34,17 +34,17 @@ from tests.support.live import Live
 
 TEMPLATE = "plain"
 _numbers = itertools.count(1)
-_SETTLE_SECONDS = 20
+_SETTLE_TIMEOUT_SECONDS = 20
 
 Traces = dict[str, set[str]]
 
 
 def wait_for_traces(take_traces: Callable[[], Traces], is_expected: Callable[[Traces], bool]) -> Traces:
-    """Return the traces once ``is_expected(traces)``, or after a timeout.
+    """Wait until ``is_expected(traces)`` or a timeout, and return the traces.
 
-    Waiting is necessary because volumes are released in the background.
+    This is necessary because volumes are released in the background.
     """
-    deadline = time.monotonic() + _SETTLE_SECONDS
+    deadline = time.monotonic() + _SETTLE_TIMEOUT_SECONDS
     while not is_expected(traces := take_traces()) and time.monotonic() < deadline:
         time.sleep(0.1)
     return traces
@@ -57,7 +57,7 @@ class World(Protocol):
     abilities: Abilities
     factory: str
     """Dotted name of the host class."""
-    halt: str
+    halt_command: str
     """A command that stops the machine from inside."""
 
     def config(self, **sections: Any) -> Config:
@@ -66,7 +66,7 @@ class World(Protocol):
     def host(self, config: Config) -> Host: ...
 
     def traces(self, config: Config) -> dict[str, set[str]]:
-        """Return everything that the gateway of ``config`` has on the machine, by kind: files, processes, …"""
+        """Return all objects on the machine that belong to the gateway of ``config``, by kind: files, processes, …"""
 
     def forget(self, config: Config) -> None:
         """Remove everything that an empty, stopped gateway has left on the machine."""
@@ -80,16 +80,16 @@ class World(Protocol):
     def break_volume_capture(self, host: Host, monkeypatch: pytest.MonkeyPatch) -> None:
         """Make the next captures fail ("forced") between the capture of the first volume and that of the second."""
 
-    def territory(self, config: Config) -> Path:
+    def writable_directory(self, config: Config) -> Path:
         """Return the directory in which the gateway of ``config`` may write and mount."""
 
-    def power_cut(self, config: Config) -> None:
-        """Stop every machine of a stopped gateway, as when the host loses power."""
+    def cut_power(self, config: Config) -> None:
+        """Stop all machines of a stopped gateway, as if the host had lost power."""
 
-    def damage(self, config: Config, *, torn: str, short: str, empty: str) -> None:
+    def damage_snapshots(self, config: Config, *, torn: str, short: str, empty: str) -> None:
         """Damage three snapshots: the record of ``torn``, the image or record of ``short``, and all of ``empty``."""
 
-    def rewrite(self, config: Config, snapshot: Snapshot, **fields: Any) -> None:
+    def rewrite_record(self, config: Config, snapshot: Snapshot, **fields: Any) -> None:
         """Change fields of a snapshot's record without the gateway."""
 
 
@@ -99,7 +99,7 @@ class KvmXfsWorld:
     kind = "kvm_xfs"
     abilities = KvmXfsHost.abilities
     factory = "sandbox_gateway.hosts.kvm_xfs.host.KvmXfsHost"
-    halt = "echo o >/proc/sysrq-trigger"
+    halt_command = "echo o >/proc/sysrq-trigger"
 
     def __init__(self, xfs: Path, cache: Path) -> None:
         self._xfs = xfs
@@ -166,8 +166,9 @@ class KvmXfsWorld:
             for kind, names in (("sandboxes", {each.instance for each in running}), ("volumes", mounted))
             for name in names
         }
-        kinds = (f"{config.network.prefix}-", "")
-        assert {"/".join(Path(each).parts[-2:]).replace(*kinds) for each in traces["cgroups"]} == groups, when
+        prefix = f"{config.network.prefix}-"
+        found_groups = {"/".join(Path(each).parts[-2:]).replace(prefix, "") for each in traces["cgroups"]}
+        assert found_groups == groups, when
 
     def break_capture(self, host: Host, monkeypatch: pytest.MonkeyPatch) -> None:
         def refuse(*args: Any) -> None:
@@ -187,10 +188,10 @@ class KvmXfsWorld:
 
         monkeypatch.setattr(PendingSnapshot, "clone_image", refuse_second)
 
-    def territory(self, config: Config) -> Path:
+    def writable_directory(self, config: Config) -> Path:
         return config.host.state_root
 
-    def power_cut(self, config: Config) -> None:
+    def cut_power(self, config: Config) -> None:
         machines = [pid for pid, _, _ in list_running(str(config.host.state_root / "sandboxes"))]
         serving = config.host.state_root / "serving"
         for pid in [*machines, *(int(process.name) for process in _processes() if _names_below(process, serving))]:
@@ -199,7 +200,7 @@ class KvmXfsWorld:
             assert select.select([descriptor], [], [], 10)[0]
             os.close(descriptor)
 
-    def damage(self, config: Config, *, torn: str, short: str, empty: str) -> None:
+    def damage_snapshots(self, config: Config, *, torn: str, short: str, empty: str) -> None:
         snapshots = config.host.state_root / "snapshots"
         manifest = snapshots / torn / "manifest.json"
         manifest.write_text(manifest.read_text()[:100])
@@ -207,7 +208,7 @@ class KvmXfsWorld:
         shutil.rmtree(snapshots / empty)
         (snapshots / empty).mkdir()
 
-    def rewrite(self, config: Config, snapshot: Snapshot, **fields: Any) -> None:
+    def rewrite_record(self, config: Config, snapshot: Snapshot, **fields: Any) -> None:
         manifest = config.host.state_root / "snapshots" / snapshot.id / "manifest.json"
         manifest.write_text(json.dumps(json.loads(manifest.read_text()) | fields))
 
@@ -225,7 +226,9 @@ class KvmXfsWorld:
                 process.name for process in _processes() if process not in servers and _names_below(process, root)
             },
             # os.walk ignores groups that are removed during the walk.
-            "cgroups": {place for place, _, _ in os.walk("/sys/fs/cgroup") if prefix in Path(place).parent.name},
+            "cgroups": {
+                directory for directory, _, _ in os.walk("/sys/fs/cgroup") if prefix in Path(directory).parent.name
+            },
         }
 
 

@@ -33,8 +33,8 @@ def test_other_imports_are_detected(graph: ImportGraph) -> None:
     result = contract().check(graph, verbose=False)
     assert not result.kept
     assert result.metadata["violations"] == [("small.two", "large.part")]
-    assert contract(also=["large"]).check(graph, verbose=False).kept
-    assert not contract(also=["larg"]).check(graph, verbose=False).kept
+    assert contract(extra_modules=["large"]).check(graph, verbose=False).kept
+    assert not contract(extra_modules=["larg"]).check(graph, verbose=False).kept
 
 
 def test_contract_names_are_unique() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from pathlib import Path
 
 import pytest
 
@@ -91,8 +92,8 @@ def test_proselint_findings_name_their_text() -> None:
 
 
 @pytest.mark.parametrize("path", sorted(words.find_files(words.GUIDES)), ids=lambda path: path.name)
-def test_guides_have_no_findings(path: words.Path) -> None:
-    assert [str(each) for each in words.check(path)] == []
+def test_guides_have_no_findings(path: Path) -> None:
+    assert [str(each) for each in words.check_file(path)] == []
 
 
 def test_the_longest_matching_directory_is_used() -> None:

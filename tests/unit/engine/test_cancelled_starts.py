@@ -34,8 +34,8 @@ def test_a_cancelled_start_leaves_no_process(tmp_path: Path, monkeypatch: pytest
         processes.append(subprocess.Popen(["sleep", "60"]))
         return processes[0].pid
 
-    monkeypatch.setattr(machine, "start_in", start_slowly)
-    monkeypatch.setattr(machine, "arguments", lambda *_, **__: [])
+    monkeypatch.setattr(machine, "start_in_namespace", start_slowly)
+    monkeypatch.setattr(machine, "build_arguments", lambda *_, **__: [])
     files = cast("Any", SimpleNamespace(directory=tmp_path, qmp=tmp_path / "qmp"))
     shape = cast("Any", SimpleNamespace(netns=tmp_path))
 

@@ -188,7 +188,7 @@ def test_predictions_are_correct_and_runs_are_idempotent(
     for kind, params in history:
         run_task(client, kind, params)
     for name in dict.fromkeys(changed_sandboxes):
-        gateway.write(name)
+        gateway.write_file(name)
     kind, params = task
     gateway.calls.clear()
     predicted = run_task(client, kind, params, check=True)

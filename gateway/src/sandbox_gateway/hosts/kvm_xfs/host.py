@@ -201,7 +201,7 @@ class KvmXfsHost:
         self, sandbox: Sandbox, snapshot: Snapshot, *, memory: bool, volumes: Sequence[VolumeSnapshot] = ()
     ) -> Snapshot:
         machine, _ = self._machines.require_running(sandbox)
-        window = self._windows.get(machine, _boot_check(sandbox)) if memory else None
+        window = self._windows.get(machine, _boot_image_check(sandbox)) if memory else None
         capture = Capture(machine, self._layout.instance(sandbox), self._snapshots.partial(snapshot), window)
         with explaining_os_errors():
             async with self._volumes.pending_snapshots(volumes) as pending:
@@ -292,10 +292,10 @@ class KvmXfsHost:
             await asyncio.to_thread(directory_records.write_record, self._layout.sandbox(sandbox), sandbox)
 
     async def stop(self, sandbox: Sandbox) -> None:
-        await self._machines.end(sandbox)
+        await self._machines.stop(sandbox)
 
     async def discard(self, sandbox: Sandbox) -> None:
-        await self._machines.end(sandbox)
+        await self._machines.stop(sandbox)
         with explaining_os_errors():
             await asyncio.to_thread(instances.remove, self._layout.instance(sandbox))
 
@@ -303,16 +303,16 @@ class KvmXfsHost:
         directory = self._layout.sandbox(sandbox)
         with explaining_os_errors():
             await asyncio.to_thread(directory_records.unlink_record, directory)
-            await self._machines.end(sandbox)
+            await self._machines.stop(sandbox)
             await asyncio.to_thread(directory_records.remove, directory)
 
     async def has_diverged(self, sandbox: Sandbox, head: Snapshot) -> bool:
         disk, head_disk = self._layout.instance(sandbox).disk, self._snapshots.path(head) / "rootfs.img"
-        with _expecting_removal(sandbox):
+        with _explaining_removal(sandbox):
             return not await asyncio.to_thread(reflink.has_same_extents, disk, head_disk)
 
     async def usage(self, sandbox: Sandbox) -> Usage:
-        with _expecting_removal(sandbox):
+        with _explaining_removal(sandbox):
             disk = await asyncio.to_thread(reflink.unique_bytes, self._layout.instance(sandbox).disk)
         entry = self._machines.find(sandbox)
         memory = await asyncio.to_thread(entry[0].memory_bytes) if entry else 0
@@ -386,14 +386,14 @@ def _read_room(root: Path) -> Room:
     return Room(status.f_bavail * status.f_frsize, status.f_blocks * status.f_frsize, memory_free, memory_total)
 
 
-def _boot_check(sandbox: Sandbox) -> ImageCheck | None:
+def _boot_image_check(sandbox: Sandbox) -> ImageCheck | None:
     """Return the check data of the memory image that the sandbox's machine was started from, if there is one."""
-    recorded = sandbox.host.get("image")
-    return None if recorded is None else ImageCheck.model_validate(recorded)
+    check_data = sandbox.host.get("image")
+    return None if check_data is None else ImageCheck.model_validate(check_data)
 
 
 @contextlib.contextmanager
-def _expecting_removal(sandbox: Sandbox) -> Iterator[None]:
+def _explaining_removal(sandbox: Sandbox) -> Iterator[None]:
     """Raise Conflict if a file disappears inside this context. This can happen because readers hold no lock."""
     try:
         yield

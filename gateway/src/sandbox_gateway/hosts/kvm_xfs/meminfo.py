@@ -1,4 +1,4 @@
-"""Read the memory of a Linux host."""
+"""Read the memory size of a Linux host."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ _MEMINFO = Path("/proc/meminfo")
 
 
 def read_memory() -> tuple[int, int]:
-    """Return the bytes of memory that the host can use without swapping, and of all its memory."""
+    """Return the host's available memory (usable without swapping) and its total memory, in bytes."""
     fields = dict(line.split(":", 1) for line in _MEMINFO.read_text().splitlines())
     free, total = (int(fields[name].split()[0]) * 1024 for name in ("MemAvailable", "MemTotal"))
     return free, total

@@ -26,7 +26,7 @@ from sandbox_gateway.hosts.kvm_xfs.volumes.kvm_volumes import KvmVolumes
 from sandbox_gateway.log import Logger
 from sandbox_gateway.records import Sandbox, Snapshot
 
-_OLD_LOG_SECONDS = 2.0
+_OLD_LOG_INTERVAL_SECONDS = 2.0
 _MAX_CONCURRENT_QUERIES = 16
 
 log = Logger("kvm_xfs")
@@ -167,7 +167,7 @@ class RunningMachines:
         if machine.is_held:
             await machine.cont()
 
-    async def end(self, sandbox: Sandbox) -> None:
+    async def stop(self, sandbox: Sandbox) -> None:
         """Stop the machine of ``sandbox.instance``, if it runs, and release its slot."""
         entry = self._running.pop(sandbox.instance, None)
         if entry is None:
@@ -200,8 +200,8 @@ class RunningMachines:
         self._limit_tasks[sandbox.instance] = asyncio.create_task(asyncio.to_thread(self._apply_limits, sandbox, pid))
 
     def _apply_limits(self, sandbox: Sandbox, pid: int) -> None:
-        limit = sandbox.resources.memory_mb + self._config.limits.memory_overhead_mb
-        self._cgroups.place(sandbox.instance, pid, memory_mb=limit, cpus=sandbox.resources.cpus)
+        memory_limit_mb = sandbox.resources.memory_mb + self._config.limits.memory_overhead_mb
+        self._cgroups.limit(sandbox.instance, pid, memory_mb=memory_limit_mb, cpus=sandbox.resources.cpus)
 
     def _machine_spec(self, sandbox: Sandbox, slot: Slot) -> MachineSpec:
         uid_base = self._config.kvm_xfs.uid_base
@@ -235,7 +235,7 @@ class RunningMachines:
             for instance in running:
                 with contextlib.suppress(OSError):
                     bounded_log.empty_old_log(self._running[instance][0].files.directory)
-            await asyncio.sleep(_OLD_LOG_SECONDS)
+            await asyncio.sleep(_OLD_LOG_INTERVAL_SECONDS)
 
 
 def _slot_of(label: str) -> int:

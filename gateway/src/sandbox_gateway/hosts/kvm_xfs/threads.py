@@ -18,7 +18,7 @@ def start_thread(work: Callable[[], _T], name: str) -> asyncio.Future[_T]:
     loop = asyncio.get_running_loop()
     future: asyncio.Future[_T] = loop.create_future()
 
-    def settle(result: _T | None, error: Exception | None) -> None:
+    def set_outcome(result: _T | None, error: Exception | None) -> None:
         if future.done():
             return
         if error is None:
@@ -34,7 +34,7 @@ def start_thread(work: Callable[[], _T], name: str) -> asyncio.Future[_T]:
         except Exception as raised:
             error = raised
         with contextlib.suppress(RuntimeError):  # The loop is closed, so no task waits for the result.
-            loop.call_soon_threadsafe(settle, result, error)
+            loop.call_soon_threadsafe(set_outcome, result, error)
 
     threading.Thread(target=run, name=name, daemon=True).start()
     return future

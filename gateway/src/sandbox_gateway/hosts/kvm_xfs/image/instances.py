@@ -1,4 +1,4 @@
-"""Create the files of a machine from a snapshot, and remove a machine's files."""
+"""Create a machine's files from a snapshot, and move, flush and remove them."""
 
 from __future__ import annotations
 
@@ -39,13 +39,13 @@ def create_memory_file(files: Instance, memory_mb: int) -> None:
 
 
 def sync(files: Instance) -> None:
-    """Write a machine's disk and the file system's log to the disk."""
+    """Flush a machine's disk image and the file system's log to disk."""
     directory_records.sync_file(files.disk)
     directory_records.sync_directory(files.directory)
 
 
 def move(before: Instance, after: Instance) -> None:
-    """Move a machine's files to another sandbox by one rename. The running machine keeps its open files."""
+    """Move a machine's files to another sandbox with a single rename. The running machine keeps its open files."""
     after.directory.parent.mkdir(mode=0o711, exist_ok=True)
     before.directory.rename(after.directory)
     with contextlib.suppress(OSError):

@@ -21,7 +21,7 @@ _FIEMAP_EXTENT_LAST = 0x1
 _FIEMAP_EXTENT_SHARED = 0x2000
 _HEADER = struct.Struct("=QQIIII")
 _EXTENT = struct.Struct("=QQQ2QI3I")
-_BATCH = 512
+_BATCH_EXTENTS = 512
 
 
 @dataclass(frozen=True)
@@ -69,9 +69,9 @@ def extents(path: Path) -> list[Extent]:
 
 
 def _fiemap(descriptor: int, start: int) -> list[tuple[Extent, bool]]:
-    """Return up to _BATCH extents at or after the offset ``start``, each with whether it is the file's last."""
-    buffer = bytearray(_HEADER.size + _BATCH * _EXTENT.size)
-    _HEADER.pack_into(buffer, 0, start, (1 << 64) - 1 - start, _FIEMAP_FLAG_SYNC, 0, _BATCH, 0)
+    """Return up to _BATCH_EXTENTS extents at or after the offset ``start``, each with a flag for the file's last."""
+    buffer = bytearray(_HEADER.size + _BATCH_EXTENTS * _EXTENT.size)
+    _HEADER.pack_into(buffer, 0, start, (1 << 64) - 1 - start, _FIEMAP_FLAG_SYNC, 0, _BATCH_EXTENTS, 0)
     try:
         fcntl.ioctl(descriptor, _FS_IOC_FIEMAP, buffer)
     except OSError as error:
@@ -86,7 +86,7 @@ def _fiemap(descriptor: int, start: int) -> list[tuple[Extent, bool]]:
 
 
 def unique_bytes(path: Path) -> int:
-    """Return how many bytes the file shares with no other file. Removing the file would free them."""
+    """Return the number of bytes that the file shares with no other file. Removing the file would free them."""
     return sum(extent.length for extent in extents(path) if not extent.shared)
 
 
@@ -95,10 +95,10 @@ def has_same_extents(one: Path, other: Path) -> bool:
 
     If they do, their contents are equal. If they do not, one of them has been written to.
     """
-    return _placement(one) == _placement(other)
+    return _merged_extents(one) == _merged_extents(other)
 
 
-def _placement(path: Path) -> list[tuple[int, int, int]]:
+def _merged_extents(path: Path) -> list[tuple[int, int, int]]:
     """Return (logical, physical, length) of each extent. Joins adjacent extents, because sharing can split extents."""
     runs: list[tuple[int, int, int]] = []
     for extent in extents(path):

@@ -11,9 +11,9 @@ from sandbox_gateway.hosts.kvm_xfs.image import reflink
 from sandbox_gateway.hosts.kvm_xfs.image.layout import Layout
 from sandbox_gateway.records import Memory, Snapshot, SnapshotKind
 
-_UNSYNCED = "unsynced"
+_UNSYNCED_MARKER = "unsynced"
 """A file in a snapshot whose data may not be on the device yet. Contains the id of the host's boot."""
-_BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
+_BOOT_ID_FILE = Path("/proc/sys/kernel/random/boot_id")
 
 
 class Snapshots:
@@ -51,14 +51,14 @@ class Snapshots:
         A transient snapshot is not synced, because forks are waiting for it. Call ``sync`` later.
         """
         partial = self.partial(snapshot)
-        durable = snapshot.kind is not SnapshotKind.TRANSIENT
-        if durable:
+        is_durable = snapshot.kind is not SnapshotKind.TRANSIENT
+        if is_durable:
             directory_records.sync_files(_images_in(partial))
         else:
-            (partial / _UNSYNCED).write_text(_BOOT_ID.read_text())
+            (partial / _UNSYNCED_MARKER).write_text(_BOOT_ID_FILE.read_text())
         snapshot.disk_bytes_unique = reflink.unique_bytes(partial / "rootfs.img")
-        directory_records.write_record(partial, snapshot, durable=durable)
-        directory_records.commit(self.path(snapshot), durable=durable)
+        directory_records.write_record(partial, snapshot, durable=is_durable)
+        directory_records.commit(self.path(snapshot), durable=is_durable)
 
     def sync(self, snapshot: Snapshot) -> None:
         """Make a committed snapshot durable. Does nothing if the snapshot has been removed."""
@@ -91,7 +91,7 @@ def _sync(directory: Path) -> None:
     directory_records.sync_files([*_images_in(directory), directory / directory_records.MANIFEST])
     directory_records.sync_directory(directory)
     directory_records.sync_directory(directory.parent)
-    (directory / _UNSYNCED).unlink()
+    (directory / _UNSYNCED_MARKER).unlink()
 
 
 def _is_lost(directory: Path) -> bool:
@@ -100,10 +100,10 @@ def _is_lost(directory: Path) -> bool:
     Syncs the snapshot if only the gateway has ended since.
     """
     try:
-        boot_id = (directory / _UNSYNCED).read_text()
+        boot_id = (directory / _UNSYNCED_MARKER).read_text()
     except FileNotFoundError:
         return False
-    if boot_id != _BOOT_ID.read_text():
+    if boot_id != _BOOT_ID_FILE.read_text():
         return True
     _sync(directory)
     return False
@@ -113,10 +113,10 @@ def _require_complete(directory: Path, snapshot: Snapshot) -> Snapshot:
     """Return ``snapshot`` if its files exist and are long enough. Raises ValueError with the reason if not."""
     if snapshot.id != directory.name:
         raise ValueError(f"its manifest belongs to {snapshot.id}")
-    needed = {"rootfs.img": 1, "kernel": 1, "initrd": 1}
+    min_sizes = {"rootfs.img": 1, "kernel": 1, "initrd": 1}
     if snapshot.memory is not Memory.NONE:
-        needed |= {"memory.img": snapshot.resources.memory_mb << 20, "device.state": 1}
-    for name, size in needed.items():
+        min_sizes |= {"memory.img": snapshot.resources.memory_mb << 20, "device.state": 1}
+    for name, size in min_sizes.items():
         path = directory / name
         if not path.exists() or path.stat().st_size < size:
             raise ValueError(f"{name} is missing or too short")

@@ -2,7 +2,7 @@
 
 ``capture`` performs one capture. ``window`` chooses the mode and the base image, ``listing`` gets the written pages
 from the kernel, ``ram`` locates and reads them, and ``copying`` writes the pages that differ to the image. ``runs``
-calculates with sets of pages, ``image_check`` detects damaged images.
+combines and splits runs of pages, ``image_check`` detects damaged images.
 
 ``tracker`` is a helper process that makes the kernel track a machine's writes (``injection``). The gateway uses it
 through ``tracker_client``. docs/design.md explains the modes and lists the steps of a capture.

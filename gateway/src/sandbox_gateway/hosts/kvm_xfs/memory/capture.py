@@ -28,9 +28,9 @@ from sandbox_gateway.records import Memory
 LIVE_BYTES = 16 << 20
 """Dirty sets larger than this are copied in rounds."""
 _MAX_ROUNDS = 12
-_MAX_RATIO = 0.8
+_MAX_DIRTY_RATIO = 0.8
 """Start another round only if less than this fraction of the bytes that the last round copied is dirty again."""
-_INLINE_BYTES = 16 << 20
+_MAX_INLINE_BYTES = 16 << 20
 """Copy at most this many bytes on the thread of the event loop."""
 
 
@@ -109,7 +109,7 @@ class Capture:
             runs = await self._list_round(window)
             copied_bytes = total(runs)
             self._dirty_bytes = await asyncio.to_thread(self._copy_round, runs, window)
-            if not LIVE_BYTES < self._dirty_bytes < copied_bytes * _MAX_RATIO:
+            if not LIVE_BYTES < self._dirty_bytes < copied_bytes * _MAX_DIRTY_RATIO:
                 break
 
     def _copy_round(self, runs: Runs, window: Window) -> int:
@@ -130,23 +130,23 @@ class Capture:
             return await asyncio.to_thread(window.take, self._ram, only_new=only_new)
 
     async def _capture_stopped(self, state: str | None, concurrent_step: Callable[[], Awaitable[None]] | None) -> None:
-        async with self._stopped() as step:
+        async with self._stopped() as record_step:
             async with _running_concurrently(concurrent_step):
                 if state is not None:
                     await self._machine.save_devices(state)
-                    step("devices")
+                    record_step("devices")
                 reflink.clone_fd(self._disk, self._target)
-                step("disk")
+                record_step("disk")
                 if self._window is not None:
                     await self._buffer_pages(self._window)
-                    step("pages")
+                    record_step("pages")
             if concurrent_step is not None:
-                step("volumes")
+                record_step("volumes")
 
     async def _buffer_pages(self, window: Window) -> None:
         runs = window.take(self._ram, only_new=self._rounds > 0)
         # Switching to a thread costs more than copying a few pages; copying many would block the event loop.
-        if total(runs) <= _INLINE_BYTES:
+        if total(runs) <= _MAX_INLINE_BYTES:
             self._copier.buffer(runs)
         else:
             await asyncio.to_thread(self._copier.buffer, runs)
@@ -158,21 +158,21 @@ class Capture:
 
     @contextlib.asynccontextmanager
     async def _stopped(self) -> AsyncIterator[Callable[[str], None]]:
-        """Stop the machine inside this context. Yields a function that records the end of a step under a name."""
-        marks = [("", time.perf_counter())]
+        """Stop the machine inside this context. Yields a function that records when a named step ends."""
+        times = [("", time.perf_counter())]
 
-        def step(name: str) -> None:
-            marks.append((name, time.perf_counter()))
+        def record_step(name: str) -> None:
+            times.append((name, time.perf_counter()))
 
         await self._machine.stop()
         try:
-            step("stop")
-            yield step
+            record_step("stop")
+            yield record_step
         finally:
             await self._machine.cont()
-            step("continue")
-            self.stops_ms.append(round((marks[-1][1] - marks[0][1]) * 1000, 3))
-            steps = itertools.pairwise(marks)
+            record_step("continue")
+            self.stops_ms.append(round((times[-1][1] - times[0][1]) * 1000, 3))
+            steps = itertools.pairwise(times)
             self.phases_ms = {name: round((end - start) * 1000, 3) for (_, start), (name, end) in steps}
 
     def _open(self, path: Path, flags: int) -> int:

@@ -71,21 +71,23 @@ class Copier:
     def _write(self, runs: Runs, data: NDArray[np.uint8]) -> None:
         position = 0
         for offset, length in zip(self._ram.offsets(runs), runs[:, 1].tolist(), strict=True):
-            content = data[position : position + length]
+            contents = data[position : position + length]
             position += length
             first = offset // PAGE
-            is_changed = self._differs(content, offset) | self._written_before[first : first + length // PAGE]
+            is_changed = (
+                self._differs_from_base(contents, offset) | self._written_before[first : first + length // PAGE]
+            )
             self._written_before[first : first + length // PAGE] = is_changed
             for start, size in from_mask(is_changed, 0, PAGE).tolist():
-                _write_all(self._image, content[start : start + size].data, offset + start)
+                _write_all(self._image, contents[start : start + size].data, offset + start)
                 self.written += size
 
-    def _differs(self, content: NDArray[np.uint8], offset: int) -> NDArray[np.bool_]:
-        """Return for each page whether it differs from the base."""
-        differs = content.view(np.uint64).reshape(-1, _PAGE_WORDS)
+    def _differs_from_base(self, contents: NDArray[np.uint8], offset: int) -> NDArray[np.bool_]:
+        """Return a mask of the pages that differ from the base."""
+        differs = contents.view(np.uint64).reshape(-1, _PAGE_WORDS)
         if self._base is not None:
-            base = np.frombuffer(os.pread(self._base, len(content), offset), dtype=np.uint8)
-            if len(base) != len(content):
+            base = np.frombuffer(os.pread(self._base, len(contents), offset), dtype=np.uint8)
+            if len(base) != len(contents):
                 raise BackendFailed("the base image is shorter than the machine's memory")
             differs = differs ^ base.view(np.uint64).reshape(-1, _PAGE_WORDS)
         return np.asarray(differs.any(axis=1))

@@ -2,7 +2,7 @@
 
 A userfaultfd tracks the address space of the process that opens it. So this module makes the other process open one:
 with ptrace, it lets the main thread execute one system call from the vDSO, without changing any byte of the process.
-The descriptor stays open in that process, so the tracking continues even after this process has ended.
+The descriptor stays open in that process, so the kernel keeps tracking after the helper process has ended.
 
 This module uses only the standard library, because it runs in a helper process with extra privileges.
 Sources: ptrace(2), pidfd_getfd(2), userfaultfd(2); Linux Documentation/admin-guide/mm/userfaultfd.rst (WP_ASYNC).
@@ -22,11 +22,11 @@ import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-_STOP_SECONDS = 2.0
-_POLL_SECONDS = 0.00005
+_STOP_TIMEOUT_SECONDS = 2.0
+_POLL_INTERVAL_SECONDS = 0.00005
 
 _GETREGS, _SETREGS, _SINGLESTEP, _CONT, _DETACH, _SEIZE, _INTERRUPT = 12, 13, 9, 7, 17, 0x4206, 0x4207
-_EVENT_STOP = 128
+_PTRACE_EVENT_STOP = 128
 _WALL = 0x40000000
 _SYS_USERFAULTFD, _SYS_PIDFD_GETFD = 323, 438
 _SYSCALL_INSTRUCTION = b"\x0f\x05"
@@ -53,7 +53,7 @@ _libc.ptrace.restype = ctypes.c_long
 def track_writes(pid: int, areas: Sequence[tuple[int, int]]) -> None:
     """Make the kernel track writes of process ``pid`` to ``areas``: (start, end) addresses in bytes.
 
-    Stops the process's main thread for about 0.2 ms. Raises OSError or TimeoutError; the process then continues to run.
+    Stops the process's main thread for about 0.2 ms. Raises OSError or TimeoutError, but the process keeps running.
     """
     if platform.machine() != "x86_64":
         raise OSError(errno.ENOSYS, f"system calls cannot be injected on {platform.machine()}, only on x86_64")
@@ -118,7 +118,7 @@ def _stopped(pid: int) -> Iterator[list[int]]:
     _ptrace(_SEIZE, pid)
     try:
         _ptrace(_INTERRUPT, pid)
-        while (status := _wait(pid)) >> 16 != _EVENT_STOP:
+        while (status := _wait(pid)) >> 16 != _PTRACE_EVENT_STOP:
             # It stopped for a signal first: deliver the signal, then wait for the next stop.
             _ptrace(_CONT, pid, data=os.WSTOPSIG(status))
         yield signals
@@ -131,7 +131,7 @@ def _stopped(pid: int) -> Iterator[list[int]]:
 
 
 def _step(pid: int, instruction: int, signals: list[int]) -> None:
-    """Execute the system call instruction. Adds signals that stop the thread before it to ``signals``."""
+    """Execute the system call instruction. Adds the signals that arrive before it to ``signals``."""
     registers = _Registers()
     while True:
         _ptrace(_SINGLESTEP, pid)
@@ -144,8 +144,8 @@ def _step(pid: int, instruction: int, signals: list[int]) -> None:
 
 
 def _wait(pid: int) -> int:
-    """Wait for the thread's next stop and return its status. Raises TimeoutError, or ProcessLookupError if it ended."""
-    deadline = time.monotonic() + _STOP_SECONDS
+    """Return the status of the thread's next stop. Raises TimeoutError, or ProcessLookupError if the thread ends."""
+    deadline = time.monotonic() + _STOP_TIMEOUT_SECONDS
     while True:
         changed, status = os.waitpid(pid, os.WNOHANG | _WALL)
         if changed and os.WIFSTOPPED(status):
@@ -153,8 +153,8 @@ def _wait(pid: int) -> int:
         if changed:
             raise ProcessLookupError(errno.ESRCH, "the process ended")
         if time.monotonic() > deadline:
-            raise TimeoutError(f"process {pid} did not stop within {_STOP_SECONDS:g} s")
-        time.sleep(_POLL_SECONDS)
+            raise TimeoutError(f"process {pid} did not stop within {_STOP_TIMEOUT_SECONDS:g} s")
+        time.sleep(_POLL_INTERVAL_SECONDS)
 
 
 def _ptrace(request: int, pid: int, data: int = 0) -> None:

@@ -25,11 +25,11 @@ from sandbox_gateway.hosts.kvm_xfs.memory.ram import PAGE, Area, Ram
 from sandbox_gateway.hosts.kvm_xfs.memory.runs import Runs, concatenate, empty, from_mask
 
 _PAGEMAP_SCAN = 0xC0606610
-_SCAN = struct.Struct("=12Q")
+_SCAN_ARGUMENT = struct.Struct("=12Q")
 _IS_WRITTEN, _IS_FILE, _IS_PRESENT, _IS_SWAPPED = 1 << 1, 1 << 2, 1 << 3, 1 << 4
 _PROTECT_MATCHING, _REQUIRE_TRACKING = 1 << 0, 1 << 1
 # Linux 6.18 fills a buffer of 512 regions at a time. With a larger limit, it reports some regions twice.
-_SCAN_REGIONS = 512
+_MAX_SCAN_REGIONS = 512
 _PM_SOFT_DIRTY, _PM_FILE, _PM_SWAPPED, _PM_PRESENT = (np.uint64(1 << bit) for bit in (55, 61, 62, 63))
 _CLEAR_SOFT_DIRTY = b"4"
 
@@ -62,7 +62,7 @@ def list_written(ram: Ram, *, take: bool) -> Runs:
 
 
 def list_soft_dirty(ram: Ram, *, take: bool) -> Runs:
-    """Do the same as ``list_written``, with soft-dirty bits, but not atomically."""
+    """Do the same as ``list_written``, but with soft-dirty bits, and not atomically."""
     runs = concatenate(_read_pagemap(ram.pid, area, _is_soft_dirty) for area in ram.areas)
     if take:
         descriptor = os.open(f"/proc/{ram.pid}/clear_refs", os.O_WRONLY)
@@ -89,21 +89,21 @@ def has_soft_dirty() -> bool:
 def _scan(pid: int, area: Area, flags: int = 0, categories: int = 0) -> Runs:
     """List anonymous pages of ``categories`` with the PAGEMAP_SCAN ioctl (Linux 6.7)."""
     parts: list[Runs] = []
-    regions = np.empty((_SCAN_REGIONS, 3), dtype=np.uint64)
+    regions = np.empty((_MAX_SCAN_REGIONS, 3), dtype=np.uint64)
     descriptor = os.open(f"/proc/{pid}/pagemap", os.O_RDONLY | os.O_CLOEXEC)
     try:
         start = area.start
         while start < area.end:
             argument = bytearray(
-                _SCAN.pack(
-                    _SCAN.size, flags, start, area.end, 0, regions.ctypes.data, _SCAN_REGIONS, 0,
+                _SCAN_ARGUMENT.pack(
+                    _SCAN_ARGUMENT.size, flags, start, area.end, 0, regions.ctypes.data, _MAX_SCAN_REGIONS, 0,
                     _IS_FILE, _IS_FILE | categories, _IS_PRESENT | _IS_SWAPPED, _IS_PRESENT,
                 )
             )  # fmt: skip
             count = fcntl.ioctl(descriptor, _PAGEMAP_SCAN, argument)
             spans = regions[:count]
             parts.append(np.stack([spans[:, 0], spans[:, 1] - spans[:, 0]], axis=1))
-            start = _SCAN.unpack(argument)[4]
+            start = _SCAN_ARGUMENT.unpack(argument)[4]
     finally:
         os.close(descriptor)
     return concatenate(parts) if parts else empty()

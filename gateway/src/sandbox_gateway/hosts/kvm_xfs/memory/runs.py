@@ -1,4 +1,4 @@
-"""Calculate with runs of pages."""
+"""Create, combine and split runs of consecutive pages."""
 
 from __future__ import annotations
 
@@ -32,28 +32,28 @@ def total(runs: Runs) -> int:
 
 def union(one: Runs, other: Runs) -> Runs:
     """Return runs that cover every byte of ``one`` and ``other``."""
-    both = np.concatenate([one, other])
-    if not len(both):
-        return both
-    both = both[np.argsort(both[:, 0], kind="stable")]
-    starts, ends = both[:, 0], np.maximum.accumulate(both[:, 0] + both[:, 1])
+    combined = np.concatenate([one, other])
+    if not len(combined):
+        return combined
+    combined = combined[np.argsort(combined[:, 0], kind="stable")]
+    starts, ends = combined[:, 0], np.maximum.accumulate(combined[:, 0] + combined[:, 1])
     is_start = np.concatenate(([True], starts[1:] > ends[:-1]))
     first = np.flatnonzero(is_start)
-    last = np.concatenate((first[1:], [len(both)])) - 1
+    last = np.concatenate((first[1:], [len(combined)])) - 1
     return np.stack([starts[first], ends[last] - starts[first]], axis=1)
 
 
 def split(runs: Runs, max_bytes: int) -> Iterator[Runs]:
     """Yield the runs in groups of at most ``max_bytes``. Splits long runs."""
     group: list[tuple[int, int]] = []
-    room = max_bytes
+    remaining = max_bytes
     for start, length in runs.tolist():
         while length:
-            step = min(length, room)
-            group.append((start, step))
-            start, length, room = start + step, length - step, room - step
-            if room == 0:
+            size = min(length, remaining)
+            group.append((start, size))
+            start, length, remaining = start + size, length - size, remaining - size
+            if remaining == 0:
                 yield np.array(group, dtype=np.uint64)
-                group, room = [], max_bytes
+                group, remaining = [], max_bytes
     if group:
         yield np.array(group, dtype=np.uint64)

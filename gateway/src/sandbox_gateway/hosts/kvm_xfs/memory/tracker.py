@@ -4,7 +4,7 @@
 
 It is a separate process because only it needs the privilege to use ptrace. It serves the listening Unix socket
 DESCRIPTOR (default: 3, which systemd passes). If standard input is a pipe, the tracker exits when the pipe is closed.
-Each connection carries one request, ``{"pid": …, "areas": [[start, end], …]}`` in one line. The answer is ``{}`` or
+Each connection carries one request, ``{"pid": …, "areas": [[start, end], …]}`` in one line. The response is ``{}`` or
 ``{"error": "…"}``. This module uses only the standard library.
 """
 
@@ -22,13 +22,13 @@ from pathlib import Path
 from sandbox_gateway.hosts.kvm_xfs.memory.injection import track_writes
 
 _LISTENER_FD = 3
-_REQUEST_BYTES = 1 << 16
-_REQUEST_SECONDS = 5.0
-_PROGRAM = "qemu-system-"
+_MAX_REQUEST_BYTES = 1 << 16
+_REQUEST_TIMEOUT_SECONDS = 5.0
+_PROGRAM_PREFIX = "qemu-system-"
 
 
 def serve(listener: socket.socket) -> None:
-    """Answer requests. Returns when standard input, if it is a pipe, is closed."""
+    """Serve requests. Returns when standard input, if it is a pipe, is closed."""
     descriptors = [listener.fileno()]
     if stat.S_ISFIFO(os.fstat(0).st_mode):
         descriptors.append(0)
@@ -38,41 +38,41 @@ def serve(listener: socket.socket) -> None:
             return
         connection, _ = listener.accept()
         with connection:
-            connection.settimeout(_REQUEST_SECONDS)
+            connection.settimeout(_REQUEST_TIMEOUT_SECONDS)
             try:
-                _answer(connection)
+                _handle_request(connection)
             except OSError:
                 continue  # The client hung up or was too slow.
 
 
-def _answer(connection: socket.socket) -> None:
+def _handle_request(connection: socket.socket) -> None:
     try:
         _check_peer(connection)
         pid, areas = _read_request(connection)
         _check_program(pid)
         track_writes(pid, areas)
-        answer = {}
+        response = {}
     except (OSError, ValueError, KeyError, TypeError) as error:
-        answer = {"error": (getattr(error, "strerror", None) or str(error))[:200]}
-    connection.sendall(json.dumps(answer).encode() + b"\n")
+        response = {"error": (getattr(error, "strerror", None) or str(error))[:200]}
+    connection.sendall(json.dumps(response).encode() + b"\n")
 
 
 def _check_peer(connection: socket.socket) -> None:
-    raw = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("=iII"))
-    _, uid, _ = struct.unpack("=iII", raw)
+    credentials = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("=iII"))
+    _, uid, _ = struct.unpack("=iII", credentials)
     if uid not in (0, os.geteuid()):
         raise PermissionError("only root may use the page tracker")
 
 
 def _read_request(connection: socket.socket) -> tuple[int, list[tuple[int, int]]]:
     with connection.makefile("rb") as stream:
-        request = json.loads(stream.readline(_REQUEST_BYTES))
+        request = json.loads(stream.readline(_MAX_REQUEST_BYTES))
     return int(request["pid"]), [(int(start), int(end)) for start, end in request["areas"]]
 
 
 def _check_program(pid: int) -> None:
     program = Path(f"/proc/{pid}/exe").readlink().name
-    if not program.startswith(_PROGRAM):
+    if not program.startswith(_PROGRAM_PREFIX):
         raise PermissionError(f"process {pid} runs {program}, not QEMU")
 
 

@@ -15,9 +15,9 @@ from sandbox_gateway.command import child_environment
 from sandbox_gateway.hosts.kvm_xfs.memory import tracker
 from sandbox_gateway.hosts.kvm_xfs.memory.ram import Area
 
-_REQUEST_SECONDS = 10.0
-_END_SECONDS = 5.0
-_ANSWER_BYTES = 4096
+_REQUEST_TIMEOUT_SECONDS = 10.0
+_EXIT_TIMEOUT_SECONDS = 5.0
+_MAX_RESPONSE_BYTES = 4096
 
 
 class TrackerClient:
@@ -44,10 +44,10 @@ class TrackerClient:
             assert self._child.stdin is not None
             self._child.stdin.close()
             with contextlib.suppress(subprocess.TimeoutExpired):
-                self._child.wait(_END_SECONDS)
+                self._child.wait(_EXIT_TIMEOUT_SECONDS)
             if self._child.poll() is None:
                 self._child.kill()
-                self._child.wait(_END_SECONDS)
+                self._child.wait(_EXIT_TIMEOUT_SECONDS)
             self._child = None
         if self._directory is not None:
             self._directory.cleanup()
@@ -57,15 +57,15 @@ class TrackerClient:
         """Make the kernel track writes of a machine's process to ``areas``. Raises OSError with the reason."""
         request = {"pid": pid, "areas": [(area.start, area.end) for area in areas]}
         with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as connection:
-            connection.settimeout(_REQUEST_SECONDS)
+            connection.settimeout(_REQUEST_TIMEOUT_SECONDS)
             connection.connect(str(self._path))
             connection.sendall(json.dumps(request).encode() + b"\n")
             with connection.makefile("rb") as stream:
-                line = stream.readline(_ANSWER_BYTES)
+                line = stream.readline(_MAX_RESPONSE_BYTES)
         try:
             error = json.loads(line).get("error")
         except ValueError:
-            error = "it closed the connection without an answer"
+            error = "it closed the connection without a response"
         if error:
             raise OSError(f"the page tracker failed: {error}")
 

@@ -1,13 +1,13 @@
 """Keep track of which pages a machine may have written since an earlier image of its memory.
 
-A capture writes only pages that may differ from a base: an image of the machine's memory at an earlier instant. The
+A capture writes only pages that may differ from a base: an image of the machine's memory at an earlier time. The
 base is the image of the machine's latest capture, or else the image that the machine was started from. The directory of
 a machine contains
 
     memory.base         the image that the machine was started from
     memory.last         the image of its latest capture, as a hard link, so that it outlives the snapshot
     memory.last.json    the `ImageCheck` of memory.last
-    memory.taken        exists while there are pages whose marks were taken but that are not in an image yet
+    memory.taken        exists while some pages whose marks were taken are not in an image yet
 
 None of these files needs to survive a crash of the host, because the machine does not survive it either.
 """
@@ -80,7 +80,7 @@ class Window:
         """Why the mode is not the best one, or "" if it is."""
 
     def begin(self, ram: Ram) -> Runs:
-        """Choose the mode and the base of a capture. Return the pages to copy at this instant. The machine may run."""
+        """Choose the mode and the base of a capture. Return the pages to copy as of now. The machine may be running."""
         self.reason = ""
         self._marks = self._start_marks(ram)
         base_is_latest = self._choose_base()
@@ -89,16 +89,16 @@ class Window:
             self.mode = self._marks
         elif self.base == self._last:
             self.mode = Memory.COMPARE
-        elif self.base is not None and self._allows(Memory.INCREMENTAL):
+        elif self.base is not None and self._is_allowed(Memory.INCREMENTAL):
             self.mode = Memory.INCREMENTAL
         else:
             self.mode, self.base = Memory.FULL, None
         if self._marks is not None and not self._marks_are_complete:
-            self._explain("an earlier capture was interrupted")
+            self._set_reason("an earlier capture was interrupted")
         try:
-            return self._list(ram, take=False)
+            return self._list_pages(ram, take=False)
         except OSError as error:
-            self._explain(f"the kernel does not report the written pages ({error.strerror})")
+            self._set_reason(f"the kernel does not report the written pages ({error.strerror})")
             self.mode, self.base, self._marks, self._trust_marks = Memory.FULL, None, None, False
             return ram.all_pages()
 
@@ -121,12 +121,12 @@ class Window:
         ``only_new``: return only the pages written since this capture's previous call. This requires marks.
         """
         if self._marks is None:
-            return self._list(ram, take=False)
+            return self._list_pages(ram, take=False)
         # If this process ends before the capture completes, the list of taken pages is lost.
         self._taken_marker.touch(mode=0o600)
         if only_new:
             self._trust_marks = True
-        runs = self._list(ram, take=True)
+        runs = self._list_pages(ram, take=True)
         self._unsaved = union(self._unsaved, runs)
         return runs if only_new else self._unsaved
 
@@ -138,63 +138,63 @@ class Window:
     def complete(self, image: Path) -> ImageCheck:
         """Finish a capture whose memory is in ``image``. Return the check data of the image."""
         check = image_check.describe(image)
-        new = self._last.with_name("memory.last.fresh")
-        new.unlink(missing_ok=True)
-        new.hardlink_to(image)
+        new_link = self._last.with_name("memory.last.fresh")
+        new_link.unlink(missing_ok=True)
+        new_link.hardlink_to(image)
         self._last_check.unlink(missing_ok=True)
-        new.rename(self._last)
+        new_link.rename(self._last)
         self._last_check.touch(mode=0o600)
         self._last_check.write_text(check.model_dump_json())
         self._taken_marker.unlink(missing_ok=True)
         self._unsaved, self._marks_are_complete = empty(), True
         return check
 
-    def _allows(self, mode: Memory) -> bool:
+    def _is_allowed(self, mode: Memory) -> bool:
         return MODES_BEST_FIRST.index(mode) >= MODES_BEST_FIRST.index(self._best)
 
-    def _explain(self, reason: str) -> None:
+    def _set_reason(self, reason: str) -> None:
         self.reason = self.reason or reason
 
     def _start_marks(self, ram: Ram) -> Memory | None:
-        """Make the kernel mark written pages. Return the kind of marks, or None if it cannot."""
-        if self._allows(Memory.WRITTEN):
+        """Make the kernel mark written pages. Return the kind of marks, or None if the kernel cannot."""
+        if self._is_allowed(Memory.WRITTEN):
             try:
                 self._track(ram)
                 return Memory.WRITTEN
             except OSError as error:
-                self._explain(str(error))
-        if self._allows(Memory.SOFT_DIRTY):
+                self._set_reason(str(error))
+        if self._is_allowed(Memory.SOFT_DIRTY):
             if listing.has_soft_dirty():
                 return Memory.SOFT_DIRTY
-            self._explain("the kernel has no soft-dirty bits")
+            self._set_reason("the kernel has no soft-dirty bits")
         return None
 
     def _track(self, ram: Ram) -> None:
         if not listing.is_tracked(ram):
             self._tracker.track(ram.pid, ram.areas)
             self._has_started_tracking = True
-        elif not self._has_started_tracking and not self._has_captured():
+        elif not self._has_started_tracking and not self._has_capture():
             # An earlier gateway started the tracking, and its files no longer exist.
             self._marks_are_complete = False
         if not listing.is_tracked(ram):
             raise OSError(errno.ENOSYS, "the kernel does not track writes to private mappings (Linux 6.7)")
 
-    def _has_captured(self) -> bool:
+    def _has_capture(self) -> bool:
         return self._last.exists() or self._last_check.exists()
 
     def _choose_base(self) -> bool:
         """Set ``base`` to an intact image. Return whether it is the latest image, which the marks refer to."""
-        if self._allows(Memory.COMPARE) and self._has_captured():
+        if self._is_allowed(Memory.COMPARE) and self._has_capture():
             damage = self._find_damage_in_last()
             if not damage:
                 self.base = self._last
                 return True
-            self._explain(damage)
+            self._set_reason(damage)
         damage = image_check.find_damage(self._boot, self._boot_check) if self._boot_check else ""
         if damage:
-            self._explain(damage)
+            self._set_reason(damage)
         self.base = None if damage else self._boot
-        return not damage and not self._has_captured()
+        return not damage and not self._has_capture()
 
     def _find_damage_in_last(self) -> str:
         try:
@@ -203,7 +203,7 @@ class Window:
             return f"{self._last_check.name} is missing or damaged"
         return image_check.find_damage(self._last, check)
 
-    def _list(self, ram: Ram, *, take: bool) -> Runs:
+    def _list_pages(self, ram: Ram, *, take: bool) -> Runs:
         marked_runs = empty()
         if self._marks is not None and (take or self._trust_marks):
             marked_runs = _LISTERS[self._marks](ram, take=take)

@@ -31,12 +31,12 @@ from sandbox_gateway.hosts.kvm_xfs.network.addresses import (
     volume_link,
     volume_namespace,
 )
-from sandbox_gateway.hosts.kvm_xfs.network.conntrack import forget_connections
+from sandbox_gateway.hosts.kvm_xfs.network.conntrack import delete_connections
 from sandbox_gateway.hosts.kvm_xfs.network.namespaces import (
     HOST_NAMESPACE,
     enter_new_namespace,
     in_namespace,
-    mounted_names,
+    list_mounted_namespaces,
     remove_namespace,
     set_sysctl,
 )
@@ -47,18 +47,20 @@ _NUD_PERMANENT = 0x80
 
 
 def find_slots(prefix: str) -> tuple[set[int], set[int]]:
-    """Return the numbers of all slots of which the host has at least a part, and of the complete slots."""
+    """Return the numbers of the slots that exist at least partly, and those of the complete slots."""
     pattern = re.compile(rf"{prefix}-(\d+)")
-    files = [entry.name for entry in RUN_NETNS.iterdir()] if RUN_NETNS.is_dir() else []
-    namespaces = {int(match[1]) for name in files if (match := pattern.fullmatch(name))}
-    mounted = {int(match[1]) for name in mounted_names() if (match := pattern.fullmatch(name))}
+    names = [entry.name for entry in RUN_NETNS.iterdir()] if RUN_NETNS.is_dir() else []
+    namespace_numbers = {int(match[1]) for name in names if (match := pattern.fullmatch(name))}
+    mounted_numbers = {int(match[1]) for name in list_mounted_namespaces() if (match := pattern.fullmatch(name))}
     host_ends: dict[int, bool] = {}
     pattern = re.compile(rf"{prefix}-(\d+)[hv]")
     with IPRoute() as route:
         for link in route.get_links():
             if match := pattern.fullmatch(link.get_attr("IFLA_IFNAME") or ""):
                 host_ends[int(match[1])] = bool(link["flags"] & _IFF_UP)
-    return namespaces | set(host_ends), {number for number, up in host_ends.items() if up and number in mounted}
+    return namespace_numbers | set(host_ends), {
+        number for number, up in host_ends.items() if up and number in mounted_numbers
+    }
 
 
 def create_slot(slot: Slot) -> None:
@@ -73,16 +75,16 @@ def create_slot(slot: Slot) -> None:
     set_sysctl("net/ipv4/conf/all/arp_ignore", "2")
     # Otherwise the kernel would send one ICMP error per second, and a guest might wait minutes for the next one.
     set_sysctl("net/ipv4/icmp_ratelimit", "0")
-    _make_tap(slot)
+    _create_tap(slot)
     inner = f"{slot.name}v"
     _link_to_host(slot.veth, slot.veth_address, inner, slot.name)
     with IPRoute() as route:
-        route.link("set", index=_index(route, "lo"), state="up")
-        tap = _index(route, TAP)
+        route.link("set", index=_interface_index(route, "lo"), state="up")
+        tap = _interface_index(route, TAP)
         route.link("set", index=tap, address=TAP_MAC, state="up")
         route.addr("add", index=tap, address=GATEWAY_ADDRESS, prefixlen=GUEST_PREFIX)
         route.neigh("replace", dst=GUEST_ADDRESS, lladdr=GUEST_MAC, ifindex=tap, state=_NUD_PERMANENT)
-        veth = _index(route, inner)
+        veth = _interface_index(route, inner)
         route.link("set", index=veth, state="up")
         route.addr("add", index=veth, address=slot.host_address, prefixlen=30)
         route.route("add", dst="default", gateway=slot.veth_address, oif=veth)
@@ -92,13 +94,13 @@ def _link_to_host(outer: str, address: str, inner: str, namespace: str) -> None:
     """Create a veth: ``outer`` is on the host, has ``address``/30 and is down; ``inner`` is in ``namespace``."""
     with in_namespace(HOST_NAMESPACE), IPRoute() as host:
         host.link("add", ifname=outer, kind="veth", peer={"ifname": inner, "net_ns_fd": namespace})
-        host.addr("add", index=_index(host, outer), address=address, prefixlen=30)
+        host.addr("add", index=_interface_index(host, outer), address=address, prefixlen=30)
         set_sysctl(f"net/ipv6/conf/{outer}/disable_ipv6", "1", required=False)
         set_sysctl(f"net/ipv4/conf/{outer}/rp_filter", "1")
 
 
 def create_volume_namespace(network: Network) -> None:
-    """Create the volume servers' namespace if it is missing. Setting the host's end of the link up commits it."""
+    """Create the volume servers' namespace if it is missing. Bringing up the host's end of the link commits it."""
     path, outer, inner = volume_namespace(network), volume_link(network), "eth0"
     with IPRoute() as route:
         is_committed = any(
@@ -106,21 +108,21 @@ def create_volume_namespace(network: Network) -> None:
             for index in route.link_lookup(ifname=outer)
             for link in route.get_links(index)
         )
-    if is_committed and path.name in mounted_names():
+    if is_committed and path.name in list_mounted_namespaces():
         return
     remove_volume_namespace(network)
     enter_new_namespace(path)
     _link_to_host(outer, volume_gateway(network), inner, path.name)
     with IPRoute() as route:
-        route.link("set", index=_index(route, "lo"), state="up")
-        link = _index(route, inner)
+        route.link("set", index=_interface_index(route, "lo"), state="up")
+        link = _interface_index(route, inner)
         route.link("set", index=link, state="up")
         route.addr("add", index=link, address=volume_address(network), prefixlen=30)
         # The servers have routes only to slots.
         for destination in (network.subnet, str(ALIASES)):
             route.route("add", dst=destination, gateway=volume_gateway(network), oif=link)
     with in_namespace(HOST_NAMESPACE), IPRoute() as host:
-        host.link("set", index=_index(host, outer), state="up")
+        host.link("set", index=_interface_index(host, outer), state="up")
 
 
 def remove_volume_namespace(network: Network) -> None:
@@ -129,7 +131,7 @@ def remove_volume_namespace(network: Network) -> None:
     remove_namespace(volume_namespace(network))
 
 
-def _make_tap(slot: Slot) -> None:
+def _create_tap(slot: Slot) -> None:
     """Create a persistent tap, which QEMU opens as the slot's user."""
     tun = os.open("/dev/net/tun", os.O_RDWR | os.O_CLOEXEC)
     try:
@@ -142,18 +144,18 @@ def _make_tap(slot: Slot) -> None:
 
 
 def commit_slot(slot: Slot) -> None:
-    """Set the host's end of the veth up. This last step marks the slot as complete."""
+    """Bring up the host's end of the veth. This last step marks the slot as complete."""
     with IPRoute() as route:
-        route.link("set", index=_index(route, slot.veth), state="up")
+        route.link("set", index=_interface_index(route, slot.veth), state="up")
 
 
 def remove_slot(slot: Slot) -> None:
-    """Remove all parts of a slot. The veth is first, so that the slot is no longer committed."""
+    """Remove all parts of a slot. Starts with the veth, so that the slot is no longer committed."""
     _remove_links(slot.veth, f"{slot.name}v")
     remove_namespace(slot.path)
     # Its connections would count towards the limit of the next slot with this number. Without conntrack, this fails.
     with contextlib.suppress(OSError):
-        forget_connections(slot.host_address)
+        delete_connections(slot.host_address)
 
 
 def _remove_links(*names: str) -> None:
@@ -166,12 +168,12 @@ def _remove_links(*names: str) -> None:
 def remove_loopback_address(address: str) -> None:
     """Remove an address from the loopback interface, if the interface has it."""
     with IPRoute() as route:
-        lo = _index(route, "lo")
+        lo = _interface_index(route, "lo")
         for _ in route.get_addr(family=socket.AF_INET, index=lo, address=address):
             route.addr("del", index=lo, address=address, prefixlen=32)
 
 
-def _index(route: IPRoute, name: str) -> int:
+def _interface_index(route: IPRoute, name: str) -> int:
     indexes = route.link_lookup(ifname=name)
     if not indexes:
         raise BackendFailed(f"the interface {name} disappeared while its network slot was created: try again")

@@ -1,6 +1,6 @@
 """Create, enter and remove network namespaces.
 
-Each thread has its own network namespace. Longer work in a namespace runs in a new thread, which then ends.
+Each thread can be in a different network namespace. Longer work in a namespace runs in a new thread.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ def remove_namespace(path: Path) -> None:
 
 @contextlib.contextmanager
 def in_namespace(namespace: Path) -> Iterator[None]:
-    """Enter ``namespace`` for the duration of this context. Raises BackendFailed."""
+    """Enter ``namespace`` inside this context. Raises BackendFailed."""
     with Path("/proc/thread-self/ns/net").open("rb") as previous, namespace.open("rb") as target:
         _enter(target.fileno())
         try:
@@ -97,7 +97,7 @@ def _mount(source: str | Path, target: Path, flags: int) -> None:
     _check_result(f"mount {target}", _libc.mount(os.fsencode(source), os.fsencode(target), b"none", flags, None))
 
 
-def mounted_names() -> list[str]:
+def list_mounted_namespaces() -> list[str]:
     """Return the names of the namespaces in /run/netns. Skips plain files, which a crash may leave there."""
     names = []
     for line in Path("/proc/self/mountinfo").read_text().splitlines():

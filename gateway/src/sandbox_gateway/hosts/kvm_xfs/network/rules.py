@@ -36,25 +36,25 @@ closed connections count until the kernel forgets them.
 """
 
 _TABLE = "sandbox"
-_NFT_SECONDS = 20.0
+_NFT_TIMEOUT_SECONDS = 20.0
 
 
 async def apply_on_host(rules: str) -> None:
     """Run nft commands on the host, in one transaction. Raises BackendFailed."""
-    await run_async(["nft", "-f", "-"], timeout=_NFT_SECONDS, input=rules)
+    await run_async(["nft", "-f", "-"], timeout=_NFT_TIMEOUT_SECONDS, input=rules)
 
 
 async def apply_in_slot(slot: Slot, rules: str) -> None:
     """Run nft commands in a slot's namespace, in one transaction. Raises BackendFailed."""
-    await run_async(["nsenter", f"--net={slot.path}", "nft", "-f", "-"], timeout=_NFT_SECONDS, input=rules)
+    await run_async(["nsenter", f"--net={slot.path}", "nft", "-f", "-"], timeout=_NFT_TIMEOUT_SECONDS, input=rules)
 
 
 def host_rules(network: Network) -> str:
     """Return nft commands for the host's table. It denies slots access to the host, other slots, and other volumes."""
     slots, servers = f'"{network.prefix}-*"', f'"{volume_link(network)}"'
     volumes = volume_address(network)
-    unmarked = f"tcp flags & (syn | ack) == syn meta mark != {MARK:#x}"
-    return f"""{empty_table(host_table(network))}
+    unmarked_syn = f"tcp flags & (syn | ack) == syn meta mark != {MARK:#x}"
+    return f"""{table_removal(host_table(network))}
 table inet {host_table(network)} {{
     set {VOLUME_ACCESS} {{
         type ipv4_addr . inet_service
@@ -81,8 +81,8 @@ table inet {host_table(network)} {{
         type filter hook output priority filter - 5; policy accept;
         # Agents accept requests from the host without a token, so only the gateway may connect to them, not other
         # processes of the host. Later packets need no check, because a refused connection has none.
-        oifname {slots} tcp dport {{ {AGENT_PORT}, {CODE_PORT} }} {unmarked} reject with tcp reset
-        oifname {servers} {unmarked} reject with tcp reset
+        oifname {slots} tcp dport {{ {AGENT_PORT}, {CODE_PORT} }} {unmarked_syn} reject with tcp reset
+        oifname {servers} {unmarked_syn} reject with tcp reset
     }}
     chain forward {{
         type filter hook forward priority filter - 5; policy accept;
@@ -122,7 +122,7 @@ def slot_rules(slot: Slot, network: Network, dns: Sequence[str]) -> str:
     tap = f'"{TAP}"'
     volumes = volume_address(network)
     ports = f"{VOLUME_PORTS.start}-{VOLUME_PORTS.stop - 1}"
-    return f"""{empty_table(_TABLE)}
+    return f"""{table_removal(_TABLE)}
 table inet {_TABLE} {{
     chain guard {{
         type filter hook prerouting priority raw; policy accept;
@@ -171,19 +171,19 @@ table inet {_TABLE} {{
 
 
 def policy_rules(policy: NetworkPolicy, dns: Sequence[str], subnet: ipaddress.IPv4Network) -> str:
-    """Return nft commands that apply ``policy`` in a slot in one transaction. Raises Invalid for a wrong address."""
+    """Return nft commands that apply ``policy`` in a slot in one transaction. Raises Invalid for a bad address."""
     refuse = "reject with icmp admin-prohibited"
     rules = [f"ip daddr {subnet} {refuse}"]
     for rule in egress_rules(policy, dns):
-        match = f"ip daddr {{ {', '.join(map(str, rule.networks))} }}"
+        condition = f"ip daddr {{ {', '.join(map(str, rule.networks))} }}"
         if rule.dns_only:
-            match += " meta l4proto { tcp, udp } th dport 53"
-        rules.append(f"{match} {'accept' if rule.allow else refuse}")
+            condition += " meta l4proto { tcp, udp } th dport 53"
+        rules.append(f"{condition} {'accept' if rule.allow else refuse}")
     return f"flush chain inet {_TABLE} outside\n" + "".join(
         f"add rule inet {_TABLE} outside {rule}\n" for rule in rules
     )
 
 
-def empty_table(table: str) -> str:
+def table_removal(table: str) -> str:
     """Return nft commands that remove a table if it exists."""
     return f"add table inet {table}\ndelete table inet {table}\n"

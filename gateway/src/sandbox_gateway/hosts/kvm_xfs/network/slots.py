@@ -10,8 +10,8 @@ destination (10/8, 172.16/12, 192.168/16 and 100.64/10 are all in use somewhere)
 169.254.169.254.
 
 There are rules in two places, neither of which the guest can reach: in the slot (for the guest's address and policy)
-and on the host (to prevent access from a slot to the host or to other slots). The last step of creating a slot sets the
-host's end of the veth up, which commits the slot. A slot whose host end is down at start-up is incomplete.
+and on the host (to prevent access from a slot to the host or to other slots). The last step of creating a slot brings
+up the host's end of the veth, which commits the slot. A slot whose host end is down at start-up is incomplete.
 
 Volume servers have a separate namespace, with one veth to the host and one address, the last of `network.subnet`. A
 guest sees them as ports of its gateway, so its mounts are the same in every slot. The host checks each packet: a slot
@@ -35,10 +35,10 @@ from sandbox_gateway.hosts.kvm_xfs.network.namespaces import run_in_thread, set_
 from sandbox_gateway.hosts.kvm_xfs.network.rules import (
     apply_in_slot,
     apply_on_host,
-    empty_table,
     host_rules,
     policy_rules,
     slot_rules,
+    table_removal,
 )
 from sandbox_gateway.log import Logger
 from sandbox_gateway.records import NetworkPolicy
@@ -50,7 +50,7 @@ log = Logger("network")
 
 
 class SlotPool:
-    """Manages the slots of one gateway. User ``uid_base`` + n owns the tap of slot n; if it is 0, only root does.
+    """Manages the slots of one gateway. User ``uid_base`` + n owns the tap of slot n; with ``uid_base`` 0, root does.
 
     Async methods may raise BackendFailed if the kernel or nft refuses an operation.
     """
@@ -83,7 +83,7 @@ class SlotPool:
         await run_in_thread(links.create_volume_namespace, self._network)
         existing_numbers, complete_numbers = await run_in_thread(links.find_slots, self._network.prefix)
         for number in sorted(existing_numbers):
-            slot = self._slot(number)
+            slot = self._make_slot(number)
             if number in in_use and number in complete_numbers and number < self._capacity:
                 self._all[number] = slot
             else:
@@ -112,7 +112,7 @@ class SlotPool:
         await self.close()
         existing_numbers, _ = await run_in_thread(links.find_slots, self._network.prefix)
         for number in existing_numbers:
-            await run_in_thread(links.remove_slot, self._slot(number))
+            await run_in_thread(links.remove_slot, self._make_slot(number))
         self._all.clear()
         await self._clean_up_host()
 
@@ -160,7 +160,7 @@ class SlotPool:
 
     async def _create(self) -> Slot:
         """Create a slot. If the caller is cancelled, the slot is added to the pool."""
-        slot = self._slot(self._free_number())
+        slot = self._make_slot(self._next_free_number())
         self._busy.add(slot.number)
         task = asyncio.ensure_future(self._set_up(slot))
         try:
@@ -219,7 +219,7 @@ class SlotPool:
                 await asyncio.sleep(_REFILL_RETRY_SECONDS)
                 self._refill_wanted.set()
 
-    def _free_number(self) -> int:
+    def _next_free_number(self) -> int:
         """Return the number that has been unused for longest, so that the host has forgotten its connections."""
         for step in range(self._capacity):
             number = (self._next + step) % self._capacity
@@ -231,15 +231,15 @@ class SlotPool:
             "set a larger [network] subnet"
         )
 
-    def _slot(self, number: int) -> Slot:
+    def _make_slot(self, number: int) -> Slot:
         name = f"{self._network.prefix}-{number}"
-        first = self._subnet.network_address + 4 * number
+        base_address = self._subnet.network_address + 4 * number
         return Slot(
             number=number,
             name=name,
             path=RUN_NETNS / name,
-            host_address=str(first + 2),
-            veth_address=str(first + 1),
+            host_address=str(base_address + 2),
+            veth_address=str(base_address + 1),
             veth=f"{name}h",
             uid=self._uid_base + number if self._uid_base else 0,
         )
@@ -254,4 +254,4 @@ class SlotPool:
 
     async def _clean_up_host(self) -> None:
         await run_in_thread(links.remove_volume_namespace, self._network)
-        await apply_on_host(empty_table(host_table(self._network)))
+        await apply_on_host(table_removal(host_table(self._network)))

@@ -23,12 +23,14 @@ from sandbox_gateway.config import KvmXfs
 from sandbox_gateway.errors import BackendFailed
 from sandbox_gateway.log import Logger
 
-_KVM = Path("/dev/kvm")
-_QMP_SECONDS = 30.0
-_SILENT_SECONDS = 8.0
+_KVM_DEVICE = Path("/dev/kvm")
+_QMP_TIMEOUT_SECONDS = 30.0
+_MAX_SILENCE_SECONDS = 8.0
 """Seconds without output after which a booting kernel, which normally prints continuously, counts as hung."""
 _CAPTURE_COMMAND = "xen-save-devices-state"
-_BOOTED = re.compile(rb"not syncing: (VFS|No working init)|Unable to mount root|Run /(sbin/)?init as init process")
+_BOOT_MESSAGES = re.compile(
+    rb"not syncing: (VFS|No working init)|Unable to mount root|Run /(sbin/)?init as init process"
+)
 """Messages that a kernel without a root file system prints once timers, interrupts and all CPUs work."""
 
 log = Logger("accel")
@@ -100,9 +102,9 @@ async def can_boot(config: KvmXfs, kernel: Path, *, accelerator: str, cpu_model:
     output = b""
     try:
         async with asyncio.timeout(config.probe_seconds):
-            while chunk := await asyncio.wait_for(process.stdout.read(4096), _SILENT_SECONDS):
+            while chunk := await asyncio.wait_for(process.stdout.read(4096), _MAX_SILENCE_SECONDS):
                 output = (output + chunk)[-16384:]
-                if _BOOTED.search(output):
+                if _BOOT_MESSAGES.search(output):
                     return True
     except TimeoutError:
         pass
@@ -117,11 +119,11 @@ async def can_boot(config: KvmXfs, kernel: Path, *, accelerator: str, cpu_model:
 def _find_kvm_problem() -> str:
     """Return why KVM cannot be used, or "" if it may work. Does not start a guest."""
     try:
-        os.close(os.open(_KVM, os.O_RDWR | os.O_CLOEXEC))
+        os.close(os.open(_KVM_DEVICE, os.O_RDWR | os.O_CLOEXEC))
     except FileNotFoundError:
-        return f"{_KVM} is missing (no virtualisation in the processor or its firmware, or no KVM module loaded)"
+        return f"{_KVM_DEVICE} is missing (no virtualisation in the processor or its firmware, or no KVM module loaded)"
     except OSError as error:
-        return f"{_KVM} cannot be opened ({error.strerror})"
+        return f"{_KVM_DEVICE} cannot be opened ({error.strerror})"
     return ""
 
 
@@ -131,7 +133,7 @@ async def _check_qemu(config: KvmXfs) -> str:
         raise BackendFailed(
             f"QEMU ({config.qemu}) is not installed: install it (Debian: qemu-system-x86), or run the kvm_xfs_host role"
         )
-    text = (await run_async([config.qemu, "--version"], timeout=_QMP_SECONDS)).stdout
+    text = (await run_async([config.qemu, "--version"], timeout=_QMP_TIMEOUT_SECONDS)).stdout
     match = re.search(r"version (\d+(?:\.\d+)+)", text)
     if match is None:
         raise BackendFailed(f"{config.qemu} --version printed {text[:100]!r}: set [kvm_xfs] qemu to the path of QEMU")
@@ -155,7 +157,7 @@ async def _list_features(qemu: str) -> tuple[set[str], set[str]]:
     requests = ("qmp_capabilities", "query-commands", "query-machines", "quit")
     script = "".join(json.dumps({"execute": command, "id": command}) + "\n" for command in requests)
     argv = [qemu, "-M", "none", "-nodefaults", "-no-user-config", "-display", "none", "-qmp", "stdio"]
-    result = await run_async(argv, timeout=_QMP_SECONDS, input=script)
+    result = await run_async(argv, timeout=_QMP_TIMEOUT_SECONDS, input=script)
     replies: dict[str, Any] = {}
     for line in result.stdout.splitlines():
         with contextlib.suppress(ValueError):

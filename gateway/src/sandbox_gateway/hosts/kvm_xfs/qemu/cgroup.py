@@ -17,10 +17,10 @@ from sandbox_gateway.log import Logger
 
 CONTROLLERS = ("memory", "cpu", "pids")
 _PERIOD_US = 50_000
-_OWN_CPU = 0.5
+_OVERHEAD_CPUS = 0.5
 """CPUs for QEMU's own threads, in addition to the virtual CPUs, so that a busy guest does not slow down captures."""
-_OWN_PIDS = 512
-_REMOVE_SECONDS = 0.05
+_MAX_PIDS = 512
+_REMOVE_TIMEOUT_SECONDS = 0.05
 
 log = Logger("cgroup")
 
@@ -49,12 +49,12 @@ class Cgroups:
             if controller not in self._hierarchies:
                 self._warn_once(controller, "the host does not have this cgroup controller")
 
-    def place(self, instance: str, pid: int, *, memory_mb: int, cpus: float) -> None:
+    def limit(self, instance: str, pid: int, *, memory_mb: int, cpus: float) -> None:
         """Limit the process ``pid`` to ``memory_mb`` MiB of memory and ``cpus`` CPUs plus half a CPU for QEMU."""
         self._retry_removals()
         for controller, hierarchy in self._hierarchies.items():
             try:
-                self._prepare(controller, hierarchy)
+                self._prepare_root(controller, hierarchy)
                 group = hierarchy.mount / self._name / instance
                 group.mkdir(exist_ok=True)
                 for file, value in _limits(controller, hierarchy.version, memory_mb, cpus).items():
@@ -68,7 +68,7 @@ class Cgroups:
     def remove(self, instance: str) -> None:
         """Remove the groups of a machine that has ended. If a group is still busy, a later call removes it."""
         self._retry_removals()
-        if not self._try_remove(instance, time.monotonic() + _REMOVE_SECONDS):
+        if not self._try_remove(instance, time.monotonic() + _REMOVE_TIMEOUT_SECONDS):
             self._busy_instances.add(instance)
         self._remove_empty_roots()
 
@@ -97,15 +97,15 @@ class Cgroups:
         except (OSError, ValueError):
             return None
 
-    def _prepare(self, controller: str, hierarchy: _Hierarchy) -> None:
+    def _prepare_root(self, controller: str, hierarchy: _Hierarchy) -> None:
         """Create the root group. In version 2, also enable the controller for the groups below it."""
         root = hierarchy.mount / self._name
         root.mkdir(exist_ok=True)
         if hierarchy.version == 2:
             for group in (hierarchy.mount, root):
-                switch = group / "cgroup.subtree_control"
-                if controller not in switch.read_text().split():
-                    switch.write_text(f"+{controller}")
+                control_file = group / "cgroup.subtree_control"
+                if controller not in control_file.read_text().split():
+                    control_file.write_text(f"+{controller}")
 
     def _roots(self) -> set[Path]:
         return {hierarchy.mount / self._name for hierarchy in self._hierarchies.values()}
@@ -149,14 +149,14 @@ def _remove_group(group: Path) -> bool:
 
 def _limits(controller: str, version: int, memory_mb: int, cpus: float) -> dict[str, str]:
     """Return the files to write and their contents, in the required order."""
-    quota = str(int((cpus + _OWN_CPU) * _PERIOD_US))
+    quota = str(int((cpus + _OVERHEAD_CPUS) * _PERIOD_US))
     if controller == "memory":
         return {"memory.max" if version == 2 else "memory.limit_in_bytes": str(memory_mb << 20)}
     if controller == "cpu":
         if version == 2:
             return {"cpu.max": f"{quota} {_PERIOD_US}"}
         return {"cpu.cfs_period_us": str(_PERIOD_US), "cpu.cfs_quota_us": quota}
-    return {"pids.max": str(_OWN_PIDS)}
+    return {"pids.max": str(_MAX_PIDS)}
 
 
 def _hierarchies(mountinfo: Path) -> dict[str, _Hierarchy]:

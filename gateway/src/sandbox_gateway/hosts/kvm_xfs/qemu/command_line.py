@@ -14,7 +14,7 @@ TCG_KERNEL_ARGUMENTS = "tsc=reliable"
 Otherwise the kernel would compare it with other clocks twice a second and at the start of each fork. Under TCG these
 clocks are slow to read, so the kernel would consider the counter unstable and print warnings.
 """
-LINE = "sandbox.agent"
+LINE_NAME = "sandbox.agent"
 _TB_SIZE_MB = 64
 
 
@@ -47,7 +47,7 @@ class MachineSpec:
     """GUID of this machine generation, different for every fork."""
 
 
-def arguments(
+def build_arguments(
     spec: MachineSpec, files: Instance, *, qmp_fd: int, line_fd: int, state_fd: int | None, hold: bool = False
 ) -> list[str]:
     """Return QEMU's command line. With ``state_fd``, the machine resumes from that device state; without, it boots.
@@ -55,8 +55,8 @@ def arguments(
     ``line_fd`` is a connected socket, QEMU's end of the serial line to the agent. ``qmp_fd`` is a listening socket.
     ``hold``: the machine stays stopped until ``cont``.
     """
-    emulated = spec.platform.accelerator == "tcg"
-    accelerator = f"tcg,tb-size={_TB_SIZE_MB}" if emulated else "kvm"
+    is_emulated = spec.platform.accelerator == "tcg"
+    accelerator = f"tcg,tb-size={_TB_SIZE_MB}" if is_emulated else "kvm"
     argv = [
         spec.qemu,
         "-name", spec.label,
@@ -76,7 +76,7 @@ def arguments(
         "-device", f"vmgenid,guid={spec.generation}",
         "-chardev", f"socket,id=line,fd={line_fd}",
         "-device", "virtio-serial-pci,max_ports=2,addr=0x5",
-        "-device", f"virtserialport,chardev=line,nr=1,name={LINE}",
+        "-device", f"virtserialport,chardev=line,nr=1,name={LINE_NAME}",
         "-chardev", "ringbuf,id=console,size=65536", "-serial", "chardev:console",
         "-chardev", f"socket,id=qmp,fd={qmp_fd},server=on,wait=off", "-mon", "chardev=qmp,mode=control",
         "-sandbox", "on,obsolete=deny,spawn=deny,resourcecontrol=deny"
@@ -85,8 +85,8 @@ def arguments(
     if spec.uid:
         argv += ["-runas", f"{spec.uid}:{spec.uid}"]
     if state_fd is None:
-        append = f"{KERNEL_ARGUMENTS} {TCG_KERNEL_ARGUMENTS}" if emulated else KERNEL_ARGUMENTS
-        return [*argv, "-kernel", str(files.kernel), "-initrd", str(files.initrd), "-append", append]
+        kernel_command_line = f"{KERNEL_ARGUMENTS} {TCG_KERNEL_ARGUMENTS}" if is_emulated else KERNEL_ARGUMENTS
+        return [*argv, "-kernel", str(files.kernel), "-initrd", str(files.initrd), "-append", kernel_command_line]
     # The machine need not announce itself, because it and the tap have the same addresses in every slot.
-    quiet = ("-global", "migration.send-configuration=off", "-global", "migration.announce-rounds=0")
-    return [*argv, *quiet, "-incoming", f"fd:{state_fd}", *(["-S"] if hold else [])]
+    quiet_options = ("-global", "migration.send-configuration=off", "-global", "migration.announce-rounds=0")
+    return [*argv, *quiet_options, "-incoming", f"fd:{state_fd}", *(["-S"] if hold else [])]

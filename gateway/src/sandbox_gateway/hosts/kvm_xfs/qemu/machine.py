@@ -18,8 +18,8 @@ from sandbox_gateway.errors import BackendFailed, Timeout
 from sandbox_gateway.hosts.base import Load
 from sandbox_gateway.hosts.kvm_xfs.image.layout import Instance
 from sandbox_gateway.hosts.kvm_xfs.qemu.bounded_log import create_log, open_log_of, read_log
-from sandbox_gateway.hosts.kvm_xfs.qemu.command_line import MachineSpec, arguments
-from sandbox_gateway.hosts.kvm_xfs.qemu.processes import start_in
+from sandbox_gateway.hosts.kvm_xfs.qemu.command_line import MachineSpec, build_arguments
+from sandbox_gateway.hosts.kvm_xfs.qemu.processes import start_in_namespace
 from sandbox_gateway.hosts.kvm_xfs.qemu.sockets import connect_to, listen_at
 from sandbox_gateway.log import Logger
 from sandbox_gateway.tasks import clean_up, finish_despite_cancellation
@@ -28,18 +28,18 @@ logger = Logger("kvm_xfs")
 
 _PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
 _TICKS_PER_SECOND = os.sysconf("SC_CLK_TCK")
-QMP_SECONDS = 20.0
-_TAIL = 500
-_STALLED = "io-error"
+QMP_TIMEOUT_SECONDS = 20.0
+_TAIL_CHARACTERS = 500
+_STALLED_STATUS = "io-error"
 """QEMU's name for the state of a machine that it stopped because a write to the disk failed for lack of space."""
-_RESTORE_INTERVAL = 0.005
+_RESTORE_INTERVAL_SECONDS = 0.005
 
 
 class Machine:
     """A QEMU process, started by this gateway or by an earlier one."""
 
     def __init__(self, pid: int, files: Instance, line: socket.socket | None = None, log: int = -1) -> None:
-        """Watch a process. ``log``: descriptor of its log, which ``forget`` closes; opened here by default."""
+        """Watch a process. ``log``: descriptor of its log, which ``forget`` closes. By default, opens the log."""
         self.pid = pid
         self.files = files
         self.line = line
@@ -68,12 +68,12 @@ class Machine:
 
         If the caller is cancelled, the process is killed. ``hold``: the machine stays stopped until ``cont``.
         """
-        work = asyncio.ensure_future(cls._spawn(spec, files, state, hold))
+        spawn_task = asyncio.ensure_future(cls._spawn(spec, files, state, hold))
         try:
-            return await finish_despite_cancellation(work)
+            return await finish_despite_cancellation(spawn_task)
         except asyncio.CancelledError:
-            if not work.cancelled() and work.exception() is None:
-                await clean_up(logger, work.result().kill())
+            if not spawn_task.cancelled() and spawn_task.exception() is None:
+                await clean_up(logger, spawn_task.result().kill())
             raise
 
     @classmethod
@@ -86,9 +86,9 @@ class Machine:
                 listen_at(listener, files.qmp)
                 state_fd = stack.enter_context(state.open("rb")).fileno() if state else None
                 descriptors = {"qmp_fd": listener.fileno(), "line_fd": qemu_line.fileno()}
-                argv = arguments(spec, files, **descriptors, state_fd=state_fd, hold=hold)
+                argv = build_arguments(spec, files, **descriptors, state_fd=state_fd, hold=hold)
                 pass_fds = [listener.fileno(), qemu_line.fileno(), *([] if state_fd is None else [state_fd])]
-                pid = await asyncio.to_thread(start_in, spec.netns, argv, pass_fds, output)
+                pid = await asyncio.to_thread(start_in_namespace, spec.netns, argv, pass_fds, output)
         except BaseException:
             line.close()
             os.close(output)
@@ -106,11 +106,11 @@ class Machine:
     async def execute(self, command: str, arguments: dict[str, object] | None = None) -> object:
         """Run a QMP command and return its result. Raises BackendFailed with QEMU's message, or Timeout."""
         try:
-            async with asyncio.timeout(QMP_SECONDS):
+            async with asyncio.timeout(QMP_TIMEOUT_SECONDS):
                 client = await self._client()
                 return await client.execute(command, arguments)
         except TimeoutError:
-            raise Timeout(f"QEMU did not answer {command} within {QMP_SECONDS:g} s") from None
+            raise Timeout(f"QEMU did not answer {command} within {QMP_TIMEOUT_SECONDS:g} s") from None
         except ExecuteError as error:
             raise BackendFailed(f"QEMU refused {command}: {error}") from None
         except (QMPError, OSError, EOFError) as error:
@@ -118,14 +118,14 @@ class Machine:
 
     async def is_line_open(self) -> bool:
         """Return whether a process in the machine has opened the serial line."""
-        devices = cast("list[dict[str, object]]", await self.execute("query-chardev"))
-        return any(device["label"] == "line" and device["frontend-open"] for device in devices)
+        chardevs = cast("list[dict[str, object]]", await self.execute("query-chardev"))
+        return any(chardev["label"] == "line" and chardev["frontend-open"] for chardev in chardevs)
 
     async def wait_until_restored(self) -> None:
-        """Wait until a held machine has loaded its state. Raises BackendFailed if it ends before, or Timeout."""
-        async with asyncio.timeout(QMP_SECONDS):
+        """Wait until a held machine has loaded its state. Raises BackendFailed if it ends first, or Timeout."""
+        async with asyncio.timeout(QMP_TIMEOUT_SECONDS):
             while await self._status() == "inmigrate":  # noqa: ASYNC110 - QEMU sends no event that it can wait for
-                await asyncio.sleep(_RESTORE_INTERVAL)
+                await asyncio.sleep(_RESTORE_INTERVAL_SECONDS)
         self.is_held = True
 
     async def stop(self) -> None:
@@ -137,14 +137,14 @@ class Machine:
 
     async def continue_if_stopped(self) -> bool:
         """Resume the machine if it is stopped. Returns whether it was stopped."""
-        stopped = await self._status() in ("paused", _STALLED)
-        if stopped:
+        was_stopped = await self._status() in ("paused", _STALLED_STATUS)
+        if was_stopped:
             await self.cont()
-        return stopped
+        return was_stopped
 
     async def is_stalled(self) -> bool:
         """Return whether QEMU has stopped the machine because the host had no space left for its disk."""
-        return await self._status() == _STALLED
+        return await self._status() == _STALLED_STATUS
 
     async def _status(self) -> str:
         return cast("dict[str, str]", await self.execute("query-status"))["status"]
@@ -184,13 +184,13 @@ class Machine:
         try:
             stat = Path(f"/proc/{self.pid}/stat").read_bytes().rpartition(b")")[2].split()
             resident_pages = int(Path(f"/proc/{self.pid}/statm").read_bytes().split()[1])
-            disk = self.files.disk.stat()
+            disk_status = self.files.disk.stat()
         except OSError:
             return None
         started_at = int(stat[19]) / _TICKS_PER_SECOND
         return Load(
             memory_bytes=resident_pages * _PAGE_BYTES,
-            disk_bytes=disk.st_blocks * 512,
+            disk_bytes=disk_status.st_blocks * 512,
             cpu_seconds=(int(stat[11]) + int(stat[12])) / _TICKS_PER_SECOND,
             running_seconds=time.clock_gettime(time.CLOCK_BOOTTIME) - started_at,
         )
@@ -202,7 +202,7 @@ class Machine:
 
     async def connect(self) -> None:
         """Connect to the monitor in advance, so that the first command is fast."""
-        async with asyncio.timeout(QMP_SECONDS):
+        async with asyncio.timeout(QMP_TIMEOUT_SECONDS):
             await self._client()
 
     async def kill(self, seconds: float = 10) -> None:
@@ -245,7 +245,7 @@ class Machine:
             if self._qmp is None:
                 client = QMPClient(self.files.directory.name)
                 # The client would store every event, and a guest can cause events, for example by setting its clock.
-                client.events.event_filter = _reject
+                client.events.event_filter = _reject_event
                 # connect() accepts a path of at most 107 bytes, or a connected socket.
                 await client.connect(connect_to(self.files.qmp))
                 self._qmp = client
@@ -262,10 +262,10 @@ class Machine:
 
 def _tail_of(log: int) -> str:
     try:
-        return " ".join(read_log(log).split())[-_TAIL:]
+        return " ".join(read_log(log).split())[-_TAIL_CHARACTERS:]
     except OSError:
         return ""
 
 
-def _reject(event: object) -> bool:
+def _reject_event(event: object) -> bool:
     return False

@@ -19,14 +19,14 @@ def list_running(root: str) -> Iterator[tuple[int, str, Path]]:
             continue
         with contextlib.suppress(OSError):
             words = (entry / "cmdline").read_bytes().decode(errors="replace").split("\0")
-            memory = next((word for word in words if f"mem-path={root}/" in word), None)
-            if memory and "-name" in words:
-                path = memory.split("mem-path=", 1)[1].split(",", 1)[0]
+            memory_option = next((word for word in words if f"mem-path={root}/" in word), None)
+            if memory_option and "-name" in words:
+                path = memory_option.split("mem-path=", 1)[1].split(",", 1)[0]
                 yield int(entry.name), words[words.index("-name") + 1], Path(path)
 
 
-def start_in(namespace: Path, argv: list[str], pass_fds: list[int], output: int) -> int:
-    """Start a process in a network namespace and return its pid. The calling thread enters the namespace meanwhile."""
+def start_in_namespace(namespace: Path, argv: list[str], pass_fds: list[int], output: int) -> int:
+    """Start a process in a network namespace and return its pid. The calling thread returns to its own namespace."""
     with in_namespace(namespace):
         try:
             process = subprocess.Popen(

@@ -21,20 +21,26 @@ def host_sources(suite: str, etc_apt: Path = Path("/etc/apt")) -> str:
     for file in files:
         with contextlib.suppress(OSError):
             text = file.read_text(errors="replace")
-            stanzas += _deb822(text) if file.suffix == ".sources" else _one_line(text) if file.suffix == ".list" else []
+            stanzas += (
+                _parse_deb822(text)
+                if file.suffix == ".sources"
+                else _parse_one_line(text)
+                if file.suffix == ".list"
+                else []
+            )
     names = {suite, f"{suite}-updates", f"{suite}-security", f"{suite}/updates"}
     matching_stanzas = []
     for stanza in stanzas:
         suites = [word for word in stanza.get("Suites", "").split() if word in names]
-        usable = "deb" in stanza.get("Types", "").split() and stanza.get("Enabled", "yes").strip().lower() != "no"
-        if suites and usable and "main" in stanza.get("Components", "").split():
+        is_usable = "deb" in stanza.get("Types", "").split() and stanza.get("Enabled", "yes").strip().lower() != "no"
+        if suites and is_usable and "main" in stanza.get("Components", "").split():
             matching_stanzas.append({**stanza, "Types": "deb", "Suites": " ".join(suites)})
     if not any(suite in stanza["Suites"].split() for stanza in matching_stanzas):
         return ""
     return "\n".join("".join(f"{key}: {value}\n" for key, value in stanza.items()) for stanza in matching_stanzas)
 
 
-def _deb822(text: str) -> list[dict[str, str]]:
+def _parse_deb822(text: str) -> list[dict[str, str]]:
     stanzas: list[dict[str, str]] = []
     for block in re.split(r"\n[ \t]*\n", text):
         stanza: dict[str, str] = {}
@@ -55,13 +61,15 @@ def _deb822(text: str) -> list[dict[str, str]]:
 _DEB822_KEYS = {
     key.lower(): key for key in ("Types", "URIs", "Suites", "Components", "Enabled", "Signed-By", "Trusted")
 }
-_ONE_LINE = re.compile(r"deb\s+(?:\[(?P<options>[^]]*)\]\s+)?(?P<uri>\S+)\s+(?P<suite>\S+)\s+(?P<components>[^#]+)")
+_ONE_LINE_PATTERN = re.compile(
+    r"deb\s+(?:\[(?P<options>[^]]*)\]\s+)?(?P<uri>\S+)\s+(?P<suite>\S+)\s+(?P<components>[^#]+)"
+)
 
 
-def _one_line(text: str) -> list[dict[str, str]]:
+def _parse_one_line(text: str) -> list[dict[str, str]]:
     stanzas = []
     for line in text.splitlines():
-        if not (match := _ONE_LINE.match(line.strip())):
+        if not (match := _ONE_LINE_PATTERN.match(line.strip())):
             continue
         stanza = {"Types": "deb", "URIs": match["uri"], "Suites": match["suite"]}
         stanza["Components"] = match["components"].strip()
@@ -78,6 +86,6 @@ async def apt_options() -> list[str]:
     """Return the host's APT settings for proxies and date checks."""
     if shutil.which("apt-config") is None:
         return []
-    dump = await run_async(["apt-config", "dump"], timeout=30, check=False)
+    result = await run_async(["apt-config", "dump"], timeout=30, check=False)
     pattern = re.compile(r"^Acquire::((http|https)::Proxy|Check-Valid-Until|Check-Date) ", re.IGNORECASE)
-    return [line.rstrip(";") for line in dump.stdout.splitlines() if pattern.match(line)]
+    return [line.rstrip(";") for line in result.stdout.splitlines() if pattern.match(line)]

@@ -59,10 +59,10 @@ async def build_rootfs(
         else:
             await _unpack_source(Path(recipe.path), tree, log)
         log("installing the agent and the sandbox's settings")
-        boot = await asyncio.to_thread(set_up_guest, tree, agent)
+        boot_files = await asyncio.to_thread(set_up_guest, tree, agent)
         await _compile_agent(recipe.source, tree, log)
         await make_image(tree, work / "image", recipe.resources.disk_mb, log)
-        await asyncio.to_thread(_move_results, work, boot, image, kernel, initrd)
+        await asyncio.to_thread(_move_results, work, boot_files, image, kernel, initrd)
     except OSError as error:
         raise to_gateway_error(error, "building the file system") from error
     finally:
@@ -89,14 +89,14 @@ async def _compile_agent(source: Source, tree: Path, log: Log) -> None:
     if source is Source.DEBOOTSTRAP:
         # All files of the tree are from Debian's packages, so its interpreter can be trusted.
         namespaces = ("--mount", "--propagation", "slave", "--pid", "--net")
-        inside = ("unshare", *namespaces, "--fork", "--kill-child", "chroot", str(tree))
-        await compile_agent([*inside, "/usr/bin/python3", "-I", "-S"], ["/opt/sandbox_agent"], log)
+        enter_tree = ("unshare", *namespaces, "--fork", "--kill-child", "chroot", str(tree))
+        await compile_agent([*enter_tree, "/usr/bin/python3", "-I", "-S"], ["/opt/sandbox_agent"], log)
     elif python_minor_version(Tree(tree), Tree(tree).resolve("/usr/bin/python3").name) == sys.version_info.minor:
         await compile_agent_in_foreign_tree(tree, log)
 
 
-def _move_results(work: Path, boot: tuple[Path, Path], image: Path, kernel: Path, initrd: Path) -> None:
-    for source, name, target in ((boot[0], "kernel", kernel), (boot[1], "initrd", initrd)):
+def _move_results(work: Path, boot_files: tuple[Path, Path], image: Path, kernel: Path, initrd: Path) -> None:
+    for source, name, target in ((boot_files[0], "kernel", kernel), (boot_files[1], "initrd", initrd)):
         # QEMU opens them before it drops root privileges.
         (work / name).touch(mode=0o600)
         shutil.copyfile(source, work / name)

@@ -24,7 +24,7 @@ from sandbox_gateway.recipes import Recipe
 
 PARTIAL = ".partial-rootfs-"
 _CACHE_VERSION = 1
-_STALE_SECONDS = 86400.0
+_STALE_AFTER_SECONDS = 86400.0
 _CREDENTIALS = re.compile(r"://[^/\s\"]*@")
 
 _building: dict[Path, asyncio.Lock] = {}
@@ -35,7 +35,7 @@ async def unpack_debian(recipe: Recipe, tree: Path, work: Path, cache_root: Path
     mirrors = _mirrors(recipe, work)
     packages = _packages(recipe)
     options = await apt_options()
-    digest = _digest(recipe.suite, packages, options, [_text(mirror) for mirror in mirrors])
+    digest = _digest(recipe.suite, packages, options, [_mirror_text(mirror) for mirror in mirrors])
     cached_tarball = cache_root / f"rootfs-{digest}.tar"
     async with _building.setdefault(cached_tarball, asyncio.Lock()):
         if cached_tarball.is_file():
@@ -59,7 +59,7 @@ def _packages(recipe: Recipe) -> list[str]:
 
 
 def _mirrors(recipe: Recipe, work: Path) -> list[str]:
-    """Return mmdebstrap's MIRROR arguments. An empty list means its default mirror of the suite."""
+    """Return mmdebstrap's MIRROR arguments. If the list is empty, mmdebstrap uses the suite's default mirror."""
     configured_mirrors = [line.strip() for line in recipe.mirror.splitlines() if line.strip()]
     for line in configured_mirrors:
         if not (line.startswith("deb ") or re.match(r"[a-z+]+:/", line)):
@@ -81,7 +81,7 @@ def _dpkg_options() -> list[str]:
     return guest_files.read_lines("dpkg.cfg")
 
 
-def _text(mirror: str) -> str:
+def _mirror_text(mirror: str) -> str:
     return Path(mirror).read_text() if mirror.startswith("/") else mirror
 
 
@@ -111,7 +111,7 @@ async def debootstrap(
         f"--include={','.join(packages)}",
         *(f"--dpkgopt={option}" for option in _dpkg_options()),
         *_apt_arguments(options, work),
-        *_keyrings(mirrors),
+        *_keyring_hooks(mirrors),
         f"--essential-hook=copy-in {shlex.quote(str(settings))} /etc",
         *("--", suite, str(work / "rootfs.tar"), *mirrors),
     ]
@@ -127,23 +127,23 @@ def _apt_arguments(options: list[str], work: Path) -> list[str]:
     Options with a password are passed in a file, because every user of the host can read command lines. The file is
     removed from the tree, because every sandbox can read the tree.
     """
-    secret = [option for option in options if _CREDENTIALS.search(option)]
-    arguments = [f"--aptopt={option}" for option in options if option not in secret]
-    if secret:
+    secret_options = [option for option in options if _CREDENTIALS.search(option)]
+    arguments = [f"--aptopt={option}" for option in options if option not in secret_options]
+    if secret_options:
         file = work / "98secret"
         file.touch(mode=0o600)
-        file.write_text("".join(f"{option};\n" for option in secret))
+        file.write_text("".join(f"{option};\n" for option in secret_options))
         arguments.append(f"--setup-hook=copy-in {shlex.quote(str(file))} /etc/apt/apt.conf.d")
         arguments.append(f'--customize-hook=rm "$1/etc/apt/apt.conf.d/{file.name}"')
     return arguments
 
 
-def _keyrings(mirrors: list[str]) -> list[str]:
+def _keyring_hooks(mirrors: list[str]) -> list[str]:
     """Return hooks that copy keyrings that no Debian package installs, so that APT also works in the tree."""
     keyrings = {
         path
         for mirror in mirrors
-        for path in re.findall(r"(?:Signed-By:|signed-by=)\s*(/[^\s\],]+)", _text(mirror), re.IGNORECASE)
+        for path in re.findall(r"(?:Signed-By:|signed-by=)\s*(/[^\s\],]+)", _mirror_text(mirror), re.IGNORECASE)
         if not path.startswith("/usr/share/keyrings/debian-") and Path(path).is_file()
     }
     hooks = []
@@ -163,7 +163,7 @@ def _commit_tarball(tarball: Path, cached_tarball: Path) -> None:
     tarball.chmod(0o600)
     for partial in cached_tarball.parent.glob(f"{PARTIAL}*"):
         with contextlib.suppress(OSError):
-            if time.time() - partial.stat().st_mtime > _STALE_SECONDS:
+            if time.time() - partial.stat().st_mtime > _STALE_AFTER_SECONDS:
                 partial.unlink()
     try:
         tarball.rename(cached_tarball)

@@ -21,11 +21,11 @@ async def make_image(tree: Path, image: Path, disk_mb: int, log: Log) -> None:
     with image.open("xb") as file:
         os.fchmod(file.fileno(), 0o600)
         file.truncate(disk_mb << 20)
-    journal = min(_JOURNAL_MB, max(4, disk_mb // 64))
+    journal_mb = min(_JOURNAL_MB, max(4, disk_mb // 64))
     argv = [
         *("mke2fs", "-q", "-F", "-t", "ext4", "-b", "4096", "-m", "0", "-L", "root", "-d", str(tree)),
         # Initialise everything now (holes read as zeros), so that no kernel thread does so after the first mount.
-        *("-E", "lazy_itable_init=0,lazy_journal_init=0,discard", "-J", f"size={journal}"),
+        *("-E", "lazy_itable_init=0,lazy_journal_init=0,discard", "-J", f"size={journal_mb}"),
         str(image),
     ]
     result = await run_async(argv, timeout=STEP_TIMEOUT_SECONDS, check=False)
@@ -37,7 +37,7 @@ async def make_image(tree: Path, image: Path, disk_mb: int, log: Log) -> None:
             "creating the disk image failed because the host's disk is full: free some space and build the template "
             "again"
         )
-    needed_mb = await asyncio.to_thread(_tree_mb, tree)
+    needed_mb = await asyncio.to_thread(_tree_size_mb, tree)
     if "populating" in output or needed_mb > disk_mb:
         raise Invalid(
             f"the root file system ({needed_mb} MiB) does not fit on a disk of {disk_mb} MiB: "
@@ -46,7 +46,7 @@ async def make_image(tree: Path, image: Path, disk_mb: int, log: Log) -> None:
     raise BackendFailed(f"mke2fs failed with exit code {result.returncode}: {output}")
 
 
-def _tree_mb(tree: Path) -> int:
+def _tree_size_mb(tree: Path) -> int:
     """Return how many MiB a tree needs on a file system with blocks of 4 KiB."""
     size = 0
     inodes: set[int] = set()

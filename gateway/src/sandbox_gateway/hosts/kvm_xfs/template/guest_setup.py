@@ -10,7 +10,7 @@ from sandbox_gateway.errors import BackendFailed, Invalid
 from sandbox_gateway.hosts.kvm_xfs.template import guest_files
 from sandbox_gateway.hosts.rootfs_common import Tree, add_user, install_agent, python_minor_version
 
-_PAM = (
+_PAM_DIRECTORIES = (
     "/lib/security",
     "/lib64/security",
     "/lib/x86_64-linux-gnu/security",
@@ -25,7 +25,7 @@ def set_up_guest(root: Path, agent: Path) -> tuple[Path, Path]:
     _check_programs(tree)
     _install_agent(tree, agent)
     _set_up_network(tree)
-    _reduce_boot(tree)
+    _reduce_background_work(tree)
     _set_identity(tree)
     add_user(tree)
     return boot
@@ -79,10 +79,10 @@ def _install_agent(tree: Tree, agent: Path) -> None:
         text = (agent / unit).read_text()
     except FileNotFoundError:
         raise BackendFailed(f"{agent / unit} is missing: reinstall the gateway") from None
-    _enable(tree, unit, text)
+    _enable_unit(tree, unit, text)
 
 
-def _enable(tree: Tree, unit: str, text: str) -> None:
+def _enable_unit(tree: Tree, unit: str, text: str) -> None:
     """Install a unit and create the links that its [Install] section describes."""
     tree.write(f"/etc/systemd/system/{unit}", text)
     for target in re.findall(r"^WantedBy=(.+)$", text, re.MULTILINE):
@@ -92,17 +92,17 @@ def _enable(tree: Tree, unit: str, text: str) -> None:
 
 def _set_up_network(tree: Tree) -> None:
     tree.write("/usr/local/lib/sandbox/network", guest_files.network_script(), mode=0o755)
-    _enable(tree, "sandbox-network.service", guest_files.read_text("units/sandbox-network.service"))
+    _enable_unit(tree, "sandbox-network.service", guest_files.read_text("units/sandbox-network.service"))
     tree.link("/etc/systemd/network/99-default.link", "/dev/null")
     tree.write("/etc/resolv.conf", "")
     tree.write("/etc/hosts", guest_files.read_text("hosts"))
 
 
-def _reduce_boot(tree: Tree) -> None:
+def _reduce_background_work(tree: Tree) -> None:
     """Reduce the number of processes at boot, and disable periodic writes to the disk."""
     for unit in guest_files.read_lines("masked-units.txt"):
         tree.link(f"/etc/systemd/system/{unit}", "/dev/null")
-    if not any(name == "pam_systemd.so" for directory in _PAM for name in tree.list_directory(directory)):
+    if not any(name == "pam_systemd.so" for directory in _PAM_DIRECTORIES for name in tree.list_directory(directory)):
         tree.link("/etc/systemd/system/systemd-logind.service", "/dev/null")
     tree.write(
         "/etc/systemd/system/systemd-udev-trigger.service.d/sandbox.conf", guest_files.read_text("coldplug.conf")

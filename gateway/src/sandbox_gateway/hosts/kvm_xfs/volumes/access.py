@@ -55,8 +55,8 @@ class Aliases:
     """
 
     def __init__(self, network: Network) -> None:
-        file = Path("/etc/machine-id")
-        machine_id = file.read_bytes() if file.exists() else b""
+        machine_id_file = Path("/etc/machine-id")
+        machine_id = machine_id_file.read_bytes() if machine_id_file.exists() else b""
         digest = hashlib.sha256(machine_id + host_table(network).encode()).digest()
         self._factor = int.from_bytes(digest[:8], "big") | 1  # An odd factor gives each address a different alias.
         self._offset = int.from_bytes(digest[8:16], "big")

@@ -18,12 +18,12 @@ from pathlib import Path
 from sandbox_gateway.command import run_async
 from sandbox_gateway.errors import BackendFailed
 from sandbox_gateway.hosts.kvm_xfs.threads import run_with_timeout
-from sandbox_gateway.hosts.kvm_xfs.volumes.launcher import BLOCK, EXT4_IOC_RESIZE_FS, block_counts
+from sandbox_gateway.hosts.kvm_xfs.volumes.launcher import BLOCK_BYTES, EXT4_IOC_RESIZE_FS, block_counts
 from sandbox_gateway.hosts.kvm_xfs.volumes.server_process import ServerProcess, wait_until_ended
 
-_END_SECONDS = 10.0
-_FORMAT_SECONDS = 120.0
-_RESIZE_SECONDS = 600.0
+_RELEASE_TIMEOUT_SECONDS = 10.0
+_FORMAT_TIMEOUT_SECONDS = 120.0
+_RESIZE_TIMEOUT_SECONDS = 600.0
 _LOOP_SET_CAPACITY = 0x4C07
 _CAP_SYS_RESOURCE = 24
 
@@ -40,16 +40,18 @@ async def format_image(image: Path, volume: str, size_mb: int) -> None:
         # Initialise everything now (holes read as zeros), so that no kernel thread writes to it later.
         await run_async(
             [
-                *("mke2fs", "-q", "-F", "-t", "ext4", "-b", str(BLOCK), "-m", "0", "-L", volume[:16]),
+                *("mke2fs", "-q", "-F", "-t", "ext4", "-b", str(BLOCK_BYTES), "-m", "0", "-L", volume[:16]),
                 *("-E", "lazy_itable_init=0,lazy_journal_init=0,discard"),
                 *("-J", f"size={min(64, max(4, size_mb // 64))}"),
                 str(image),
             ],
-            timeout=_FORMAT_SECONDS,
+            timeout=_FORMAT_TIMEOUT_SECONDS,
         )
         # Allow any user of a guest to write. Remove fsck's directory lost+found, which guests do not need.
-        changes = "set_inode_field <2> mode 040777\nrmdir lost+found\n"
-        await run_async(["debugfs", "-w", "-f", "-", str(image)], timeout=_FORMAT_SECONDS, input=changes)
+        debugfs_commands = "set_inode_field <2> mode 040777\nrmdir lost+found\n"
+        await run_async(
+            ["debugfs", "-w", "-f", "-", str(image)], timeout=_FORMAT_TIMEOUT_SECONDS, input=debugfs_commands
+        )
     except BaseException:
         await asyncio.to_thread(image.unlink)
         raise
@@ -73,7 +75,7 @@ def _kill_and_sync(server: ServerProcess, pidfd: int, seconds: float) -> None:
     if pidfd >= 0:
         root_fd = -1
         with contextlib.suppress(BackendFailed):
-            root_fd = server.directory()
+            root_fd = server.open_root()
         try:
             with contextlib.suppress(ProcessLookupError):
                 signal.pidfd_send_signal(pidfd, signal.SIGKILL)
@@ -90,7 +92,7 @@ def _kill_and_sync(server: ServerProcess, pidfd: int, seconds: float) -> None:
 
 
 def wait_for_image(image: Path, deadline: float) -> None:
-    """Wait until no loop device uses the image and so the launcher's lock is released. Raises TimeoutError."""
+    """Wait until no loop device uses the image, so that the launcher's lock is released. Raises TimeoutError."""
     with contextlib.suppress(FileNotFoundError), image.open("rb") as file:
         while True:
             try:
@@ -108,7 +110,7 @@ def wait_until_frozen(server: ServerProcess, seconds: float) -> None:
     Raises TimeoutError after ``seconds``.
     """
     deadline = time.monotonic() + seconds
-    root_fd = server.directory()
+    root_fd = server.open_root()
     try:
         while not all(_is_stopped(task) for task in Path(f"/proc/{server.pid}/task").iterdir()):
             if time.monotonic() > deadline:
@@ -128,7 +130,7 @@ def _is_stopped(task: Path) -> bool:
 
 def sync(server: ServerProcess) -> None:
     """Write a running server's cached data to the image."""
-    root_fd = server.directory()
+    root_fd = server.open_root()
     try:
         _syncfs(root_fd)
     finally:
@@ -137,7 +139,7 @@ def sync(server: ServerProcess) -> None:
 
 def used_bytes(server: ServerProcess) -> int:
     """Return the bytes that files use in the file system of a running server."""
-    root_fd = server.directory()
+    root_fd = server.open_root()
     try:
         status = os.statvfs(root_fd)
         return (status.f_blocks - status.f_bfree) * status.f_frsize
@@ -147,41 +149,43 @@ def used_bytes(server: ServerProcess) -> int:
 
 def grow(server: ServerProcess) -> None:
     """Grow the file system of a running server to the size of its image."""
-    root_fd = server.directory()
+    root_fd = server.open_root()
     try:
         device = os.fstat(root_fd).st_dev
         name = Path(f"/sys/dev/block/{os.major(device)}:{os.minor(device)}").resolve().name
         with Path("/dev", name).open("rb") as loop:
             fcntl.ioctl(loop, _LOOP_SET_CAPACITY, 0)
-        blocks = Path(server.settings.image).stat().st_size // BLOCK
+        blocks = Path(server.settings.image).stat().st_size // BLOCK_BYTES
         fcntl.ioctl(root_fd, EXT4_IOC_RESIZE_FS, struct.pack("=Q", blocks))
     finally:
         os.close(root_fd)
 
 
 async def grow_offline(image: Path) -> None:
-    """Grow the unmounted file system to the size of its image, if it cannot be grown after the mount."""
+    """Grow the unmounted file system to the size of its image, unless it can be grown once it is mounted."""
     if can_resize():
         return
     with image.open("rb") as file:
-        if block_counts(file.fileno())[0] >= os.fstat(file.fileno()).st_size // BLOCK:
+        if block_counts(file.fileno())[0] >= os.fstat(file.fileno()).st_size // BLOCK_BYTES:
             return
-    deadline = time.monotonic() + _END_SECONDS
-    await run_with_timeout(lambda: wait_for_image(image, deadline), _END_SECONDS, f"the image {image} was not released")
-    result = await run_async(["e2fsck", "-f", "-p", str(image)], timeout=_RESIZE_SECONDS, check=False)
+    deadline = time.monotonic() + _RELEASE_TIMEOUT_SECONDS
+    await run_with_timeout(
+        lambda: wait_for_image(image, deadline), _RELEASE_TIMEOUT_SECONDS, f"the image {image} was not released"
+    )
+    result = await run_async(["e2fsck", "-f", "-p", str(image)], timeout=_RESIZE_TIMEOUT_SECONDS, check=False)
     if result.returncode > 1:
         raise BackendFailed(
             f"the file system in {image} is damaged ({result.stdout.strip()[-500:]}): roll the volume back to one "
             "of its snapshots"
         )
-    await run_async(["resize2fs", str(image)], timeout=_RESIZE_SECONDS)
+    await run_async(["resize2fs", str(image)], timeout=_RESIZE_TIMEOUT_SECONDS)
 
 
 def can_resize() -> bool:
     """Return whether this process can grow a mounted ext4 file system. Containers may lack the capability."""
     status = Path("/proc/self/status").read_text()
-    effective = next(line.split()[1] for line in status.splitlines() if line.startswith("CapEff:"))
-    return bool(int(effective, 16) >> _CAP_SYS_RESOURCE & 1)
+    effective_capabilities = next(line.split()[1] for line in status.splitlines() if line.startswith("CapEff:"))
+    return bool(int(effective_capabilities, 16) >> _CAP_SYS_RESOURCE & 1)
 
 
 def _syncfs(descriptor: int) -> None:

@@ -27,9 +27,9 @@ from sandbox_gateway.tasks import BackgroundTasks, wait_for_all
 
 log = Logger("volumes")
 
-_RETRY_SECONDS = (1.0, 2.0, 5.0, 15.0, 60.0)
-_DETACH_SECONDS = 10.0
-_CLOSE_SECONDS = 10.0
+_RETRY_DELAYS_SECONDS = (1.0, 2.0, 5.0, 15.0, 60.0)
+_DETACH_TIMEOUT_SECONDS = 10.0
+_CLOSE_TIMEOUT_SECONDS = 10.0
 
 
 @dataclass
@@ -93,7 +93,7 @@ class KvmVolumes:
 
     async def close(self) -> None:
         """Stop watching the servers, which keep running. The next gateway completes pending revocations."""
-        await self._background.wait(_CLOSE_SECONDS)
+        await self._background.wait(_CLOSE_TIMEOUT_SECONDS)
         await self._background.cancel()
         await self._servers.close()
 
@@ -216,7 +216,7 @@ class KvmVolumes:
     async def detach(self, sandbox: Sandbox, mount: Mount) -> None:
         if share := self._shares.get(mount.volume):
             share.clients.pop(sandbox.instance, None)
-            await asyncio.wait([self._background.start(self._keep_updating(share))], timeout=_DETACH_SECONDS)
+            await asyncio.wait([self._background.start(self._keep_updating(share))], timeout=_DETACH_TIMEOUT_SECONDS)
 
     def available_mounts(self, sandbox: Sandbox) -> list[Mount]:
         """Return the mounts of a sandbox whose volumes exist. A sandbox starts without its missing volumes."""
@@ -264,7 +264,7 @@ class KvmVolumes:
         await self._retry(share, lambda: self._update(share))
 
     async def _retry(self, share: _Share, work: Callable[[], Awaitable[None]]) -> None:
-        for delay in itertools.chain(_RETRY_SECONDS, itertools.repeat(_RETRY_SECONDS[-1])):
+        for delay in itertools.chain(_RETRY_DELAYS_SECONDS, itertools.repeat(_RETRY_DELAYS_SECONDS[-1])):
             try:
                 await work()
                 break
@@ -281,15 +281,15 @@ class KvmVolumes:
         """Update the clients of a server, and stop it if it has none. The caller must hold the lock."""
         if share is not self._shares.get(share.volume):
             return  # The volume has been removed.
-        wanted = dict(share.clients.values())
-        if share.current_clients != wanted:
+        intended_clients = dict(share.clients.values())
+        if share.current_clients != intended_clients:
             share.current_clients = None
-            if not wanted or not self._store.image(share.volume).exists():
+            if not intended_clients or not self._store.image(share.volume).exists():
                 await self._servers.stop(share.volume)
-            if wanted:
+            if intended_clients:
                 image = self._store.require_image(share.volume)
-                await self._servers.serve(share.volume, image, share.port, wanted)
-            share.current_clients = wanted
+                await self._servers.serve(share.volume, image, share.port, intended_clients)
+            share.current_clients = intended_clients
         share.stuck = ""
 
     def _share(self, volume: str) -> _Share:

@@ -18,8 +18,8 @@ part of the server's command line. Later configurations are written through the 
 every other path to its root is read-only.
 
 The program prints the server's process id in the caller's namespace. Then it acts as rpcbind, without which the server
-does not start, until the server is registered and the caller closes standard input, because the server answers. It
-exits with 0 after it has unmounted the host's file systems from the server's namespace.
+does not start, until the server has registered and the caller has closed standard input. The caller does so when the
+server responds. The program exits with 0 after it has unmounted the host's file systems from the server's namespace.
 """
 
 # This program does not use pathlib: importing it takes longer than the rest of the program, and a fork waits for it.
@@ -39,18 +39,18 @@ import struct
 import sys
 import time
 
-BLOCK = 4096
+BLOCK_BYTES = 4096
 """Block size of the file system in an image, in bytes."""
-CONFIG = "ganesha.conf"
-SERVER = "ganesha.nfsd"
+CONFIG_FILE = "ganesha.conf"
+SERVER_NAME = "ganesha.nfsd"
 """Last part of a server's argv[0], which is a path below DIRECTORY."""
 ROOT_FD = 100
 """Descriptor of the server's writable root directory."""
 EXT4_IOC_RESIZE_FS = 0x40086610
 
-_LOCK_SECONDS = 10.0
-_OPEN_FILES = 4096
-_MEMORY_BYTES = 768 << 20
+_LOCK_TIMEOUT_SECONDS = 10.0
+_MAX_OPEN_FILES = 4096
+_MAX_MEMORY_BYTES = 768 << 20
 """Memory limit of a server, including its threads' stacks. A server that needs more ends and is replaced."""
 _CLONE_NEWNS, _CLONE_NEWIPC, _CLONE_NEWPID = 0x20000, 0x08000000, 0x20000000
 _CLONE_NEWNET, _CLONE_NEWUTS = 0x40000000, 0x04000000
@@ -63,7 +63,7 @@ _PR_SET_SECCOMP, _PR_CAPBSET_DROP, _PR_SET_NO_NEW_PRIVS = 22, 24, 38
 _SECCOMP_MODE_FILTER = 2
 _SYS_PIVOT_ROOT = {"x86_64": 155, "aarch64": 41}
 # CHOWN, DAC_OVERRIDE, DAC_READ_SEARCH, FOWNER, FSETID, SETGID, SETUID: to act on behalf of users in the guests.
-_CAPABILITIES = {0, 1, 2, 3, 4, 6, 7}
+_KEPT_CAPABILITIES = {0, 1, 2, 3, 4, 6, 7}
 _LAST_CAPABILITY = 63
 _NFS, _MOUNT, _RPCBPROC_SET = 100003, 100005, 1
 # Directories of the host that are needed to start a program. Most are links into the first.
@@ -126,13 +126,16 @@ def _exec_server(
     _check_result("umount", _libc.umount2(b"host", _MNT_DETACH))
     registrar.bind("/run/rpcbind.sock")
     registrar.listen(8)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (_OPEN_FILES, _OPEN_FILES))
-    resource.setrlimit(resource.RLIMIT_DATA, (_MEMORY_BYTES, _MEMORY_BYTES))
+    resource.setrlimit(resource.RLIMIT_NOFILE, (_MAX_OPEN_FILES, _MAX_OPEN_FILES))
+    resource.setrlimit(resource.RLIMIT_DATA, (_MAX_MEMORY_BYTES, _MAX_MEMORY_BYTES))
     for descriptor in (0, 1):
         # The caller's in-memory log: an open file of the host would give access to other files of the host.
         os.dup2(2, descriptor)
     _drop_privileges(seccomp_filter)
-    os.execv(program, [f"{directory}/{SERVER}", *("-F", "-L", "STDERR", "-p", "/run/ganesha.pid", "-f", f"/{CONFIG}")])
+    os.execv(
+        program,
+        [f"{directory}/{SERVER_NAME}", *("-F", "-L", "STDERR", "-p", "/run/ganesha.pid", "-f", f"/{CONFIG_FILE}")],
+    )
 
 
 def _populate_root(root: str, directory: str, volume: str, device: str) -> None:
@@ -152,7 +155,7 @@ def _populate_root(root: str, directory: str, volume: str, device: str) -> None:
         mtab.write(f"{device} /{volume} ext4 rw 0 0\n")
     for path in ("/etc/ld.so.cache", "/etc/netconfig"):
         _copy(path, root + path)
-    _copy(f"{directory}/{CONFIG}", f"{root}/{CONFIG}")
+    _copy(f"{directory}/{CONFIG_FILE}", f"{root}/{CONFIG_FILE}")
 
 
 def _copy(path: str, target: str) -> None:
@@ -169,7 +172,7 @@ def _mount_image(file: int, device: str, target: str) -> None:
     """Mount the file system on ``device``, and grow it to the size of its image."""
     options = "errors=remount-ro,discard,noinit_itable"
     _mount(device, target, "ext4", _MS_NOSUID | _MS_NODEV | _MS_NOEXEC | _MS_NOATIME, options)
-    blocks = os.fstat(file).st_size // BLOCK
+    blocks = os.fstat(file).st_size // BLOCK_BYTES
     if block_counts(file)[0] < blocks:
         mount_fd = os.open(target, os.O_RDONLY | os.O_DIRECTORY)
         fcntl.ioctl(mount_fd, EXT4_IOC_RESIZE_FS, struct.pack("=Q", blocks))
@@ -178,16 +181,16 @@ def _mount_image(file: int, device: str, target: str) -> None:
 
 def block_counts(image: int) -> tuple[int, int]:
     """Return the total and the used number of blocks of the ext4 file system in an image, from its superblock."""
-    block = os.pread(image, 1024, 1024)
-    low, _, free_low = struct.unpack_from("<3I", block, 0x4)
-    high, _, free_high = struct.unpack_from("<3I", block, 0x150)
-    (overhead,) = struct.unpack_from("<I", block, 0x248)
+    superblock = os.pread(image, 1024, 1024)
+    low, _, free_low = struct.unpack_from("<3I", superblock, 0x4)
+    high, _, free_high = struct.unpack_from("<3I", superblock, 0x150)
+    (overhead,) = struct.unpack_from("<I", superblock, 0x248)
     count = high << 32 | low
     return count, max(0, count - (free_high << 32 | free_low) - overhead)
 
 
 def _lock(file: int, image: str) -> None:
-    deadline = time.monotonic() + _LOCK_SECONDS
+    deadline = time.monotonic() + _LOCK_TIMEOUT_SECONDS
     while True:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -206,7 +209,7 @@ def _attach(file: int, image: str) -> tuple[int, str]:
         while True:
             name = f"/dev/loop{fcntl.ioctl(control, _LOOP_CTL_GET_FREE)}"
             device = os.open(name, os.O_RDWR | os.O_CLOEXEC)
-            settings = (file, BLOCK, 0, 0, 0, 0, 0, 0, 0, 0, flags, image.encode()[:63], b"", b"", 0, 0)
+            settings = (file, BLOCK_BYTES, 0, 0, 0, 0, 0, 0, 0, 0, flags, image.encode()[:63], b"", b"", 0, 0)
             try:
                 fcntl.ioctl(device, _LOOP_CONFIGURE, _LOOP_CONFIG.pack(*settings))
                 return device, name
@@ -223,11 +226,11 @@ def _attach(file: int, image: str) -> tuple[int, str]:
 def _drop_privileges(seccomp_filter: bytes) -> None:
     """Permanently drop all privileges that a file server does not need."""
     for capability in range(_LAST_CAPABILITY + 1):
-        if capability not in _CAPABILITIES:
+        if capability not in _KEPT_CAPABILITIES:
             _libc.prctl(_PR_CAPBSET_DROP, capability, 0, 0, 0)  # Fails for capabilities that the kernel does not know.
     _check_result("prctl", _libc.prctl(_PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0))
-    code = ctypes.create_string_buffer(seccomp_filter)
-    program = _Program(len(seccomp_filter) // 8, ctypes.addressof(code))
+    filter_buffer = ctypes.create_string_buffer(seccomp_filter)
+    program = _Program(len(seccomp_filter) // 8, ctypes.addressof(filter_buffer))
     _check_result("seccomp", _libc.prctl(_PR_SET_SECCOMP, _SECCOMP_MODE_FILTER, ctypes.byref(program), 0, 0))
 
 

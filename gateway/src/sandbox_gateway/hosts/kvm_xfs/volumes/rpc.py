@@ -15,10 +15,10 @@ async def call(address: str, port: int, program: int, procedure: int) -> bytes:
     try:
         request = struct.pack(">10I", 1, 0, 2, program, 3, procedure, 0, 0, 0, 0)
         writer.write(struct.pack(">I", len(request) | 1 << 31) + request)
-        reply, last = b"", False
-        while not last:
+        reply, is_last = b"", False
+        while not is_last:
             (header,) = struct.unpack(">I", await reader.readexactly(4))
-            last = bool(header >> 31)
+            is_last = bool(header >> 31)
             reply += await reader.readexactly(header & 0x7FFFFFFF)
             if len(reply) > _MAX_REPLY_BYTES:
                 raise EOFError("the reply of the RPC server is too long")

@@ -12,7 +12,7 @@ import errno
 import os
 import struct
 
-_NUMBERS = {
+_REFUSED_CALLS = {
     # Other processes.
     "ptrace": (101, 117),
     "process_vm_readv": (310, 270),
@@ -85,10 +85,10 @@ _NUMBERS = {
 """Numbers of the refused system calls on x86_64 and aarch64. None: the call does not exist there."""
 _CLONE, _CLONE3, _SOCKET = (56, 220), (435, 435), (41, 198)
 _ARCHITECTURES = {"x86_64": (0, 0xC000003E), "aarch64": (1, 0xC00000B7)}
-_X32 = 0x40000000
+_X32_SYSCALL_BIT = 0x40000000
 _CLONE_THREAD = 0x10000
 _NEW_NAMESPACES = 0x02000000 | 0x04000000 | 0x08000000 | 0x10000000 | 0x20000000 | 0x40000000 | 0x20000
-_FAMILIES = (1, 2, 10)
+_ALLOWED_FAMILIES = (1, 2, 10)
 """The allowed address families of sockets: Unix, IPv4, IPv6."""
 
 _LOAD, _EQUAL, _AT_LEAST, _ANY_BIT, _RETURN = 0x20, 0x15, 0x35, 0x45, 0x06
@@ -101,19 +101,19 @@ _Instruction = tuple[int, int, int, int]
 def file_server_filter(machine: str = "") -> bytes:
     """Return a BPF program (struct sock_filter[]) for seccomp(2). ``machine``: architecture (default: this one)."""
     column, architecture = _ARCHITECTURES[machine or os.uname().machine]
-    refused_numbers = sorted(number for numbers in _NUMBERS.values() if (number := numbers[column]) is not None)
+    refused_numbers = sorted(number for numbers in _REFUSED_CALLS.values() if (number := numbers[column]) is not None)
     clone, clone3, socket = (numbers[column] for numbers in (_CLONE, _CLONE3, _SOCKET))
-    allow, refuse = (_RETURN, 0, 0, _ALLOW), _fail(errno.EPERM)
+    allow, refuse = (_RETURN, 0, 0, _ALLOW), _return_errno(errno.EPERM)
     program: list[_Instruction] = [
         (_LOAD, 0, 0, _ARCHITECTURE),
         (_EQUAL, 1, 0, architecture),
         (_RETURN, 0, 0, _KILL),
         (_LOAD, 0, 0, _NUMBER),
-        (_AT_LEAST, 0, 1, _X32),
+        (_AT_LEAST, 0, 1, _X32_SYSCALL_BIT),
         (_RETURN, 0, 0, _KILL),
         # After ENOSYS, libc uses `clone`, whose flags a filter can check.
         (_EQUAL, 0, 1, clone3),
-        _fail(errno.ENOSYS),
+        _return_errno(errno.ENOSYS),
         # Allow only new threads, without new namespaces.
         (_EQUAL, 0, 5, clone),
         (_LOAD, 0, 0, _FIRST_ARGUMENT),
@@ -121,10 +121,10 @@ def file_server_filter(machine: str = "") -> bytes:
         (_ANY_BIT, 1, 0, _CLONE_THREAD),
         refuse,
         allow,
-        (_EQUAL, 0, 3 + len(_FAMILIES), socket),
+        (_EQUAL, 0, 3 + len(_ALLOWED_FAMILIES), socket),
         (_LOAD, 0, 0, _FIRST_ARGUMENT),
-        *((_EQUAL, len(_FAMILIES) - index, 0, family) for index, family in enumerate(_FAMILIES)),
-        _fail(errno.EAFNOSUPPORT),
+        *((_EQUAL, len(_ALLOWED_FAMILIES) - index, 0, family) for index, family in enumerate(_ALLOWED_FAMILIES)),
+        _return_errno(errno.EAFNOSUPPORT),
         allow,
     ]
     for number in refused_numbers:
@@ -133,5 +133,5 @@ def file_server_filter(machine: str = "") -> bytes:
     return b"".join(struct.pack("=HBBI", *instruction) for instruction in program)
 
 
-def _fail(number: int) -> _Instruction:
+def _return_errno(number: int) -> _Instruction:
     return (_RETURN, 0, 0, _ERRNO | number)

@@ -42,7 +42,7 @@ from sandbox_gateway.hosts.kvm_xfs.qemu.bounded_log import open_log_of
 from sandbox_gateway.hosts.kvm_xfs.threads import run_with_timeout
 from sandbox_gateway.hosts.kvm_xfs.volumes import file_system
 from sandbox_gateway.hosts.kvm_xfs.volumes.access import VolumeAccess
-from sandbox_gateway.hosts.kvm_xfs.volumes.launcher import BLOCK, block_counts
+from sandbox_gateway.hosts.kvm_xfs.volumes.launcher import BLOCK_BYTES, block_counts
 from sandbox_gateway.hosts.kvm_xfs.volumes.server_process import (
     ServerProcess,
     ServerSettings,
@@ -53,11 +53,11 @@ from sandbox_gateway.hosts.kvm_xfs.volumes.server_start import ServerStarter
 from sandbox_gateway.log import Logger
 from sandbox_gateway.tasks import BackgroundTasks
 
-_END_SECONDS = 10.0
-_SYNC_SECONDS = 30.0
-_QUERY_SECONDS = 2.0
-_REPLACE_SECONDS = 5.0
-_STEADY_SECONDS = 60.0
+_STOP_TIMEOUT_SECONDS = 10.0
+_SYNC_TIMEOUT_SECONDS = 30.0
+_QUERY_TIMEOUT_SECONDS = 2.0
+_REPLACE_INTERVAL_SECONDS = 5.0
+_STABLE_AFTER_SECONDS = 60.0
 
 log = Logger("volumes")
 
@@ -70,7 +70,7 @@ class ServerPool:
     """
 
     def __init__(self, network: Network, run_root: Path, ganesha: str = "ganesha.nfsd") -> None:
-        """Create an empty pool. ``run_root``: a directory for files of servers, which ``open`` creates if necessary."""
+        """Create an empty pool. ``run_root``: directory of the servers' files, which ``open`` creates if necessary."""
         self._access = VolumeAccess(network)
         self._starter = ServerStarter(network, run_root, ganesha, self._access)
         self._root = run_root
@@ -108,11 +108,11 @@ class ServerPool:
                     server.log = open_log_of(pid)
                 self._watch(server)
                 self._starter.limit(server)
-                await self._access.allow(volume, settings.access())
+                await self._access.allow(volume, settings.access_pairs())
                 continue
             repaired.append(f"ended the server of volume {volume}, which belonged to no volume")
             try:
-                await file_system.stop_server(server, _END_SECONDS)
+                await file_system.stop_server(server, _STOP_TIMEOUT_SECONDS)
             except GatewayError as error:
                 repaired.append(str(error))
             server.stop_watching()
@@ -149,10 +149,10 @@ class ServerPool:
         """
         settings = ServerSettings(str(image), port, dict(clients))
         async with self._lock(volume):
-            await self._access.revoke(volume, settings.access())
+            await self._access.revoke(volume, settings.access_pairs())
             if not clients:
                 try:
-                    await self._stop(volume, _END_SECONDS)
+                    await self._stop(volume, _STOP_TIMEOUT_SECONDS)
                 except GatewayError as error:
                     log.error("an unused volume server could not be stopped", volume=volume, reason=str(error))
                 return
@@ -164,7 +164,7 @@ class ServerPool:
                 await self._start(volume, settings)
             elif server.settings.clients != settings.clients or not server.is_current:
                 await self._reconfigure(server, settings)
-            await self._access.allow(volume, settings.access())
+            await self._access.allow(volume, settings.access_pairs())
 
     async def stop(self, volume: str) -> None:
         """Stop the server, if there is one. Afterwards, all its data is in the image."""
@@ -209,8 +209,8 @@ class ServerPool:
             try:
                 server.signal(signal.SIGSTOP)
                 await run_with_timeout(
-                    lambda: file_system.wait_until_frozen(server, _SYNC_SECONDS),
-                    _SYNC_SECONDS,
+                    lambda: file_system.wait_until_frozen(server, _SYNC_TIMEOUT_SECONDS),
+                    _SYNC_TIMEOUT_SECONDS,
                     f"volume {volume} could not be frozen",
                 )
                 yield
@@ -222,7 +222,9 @@ class ServerPool:
         if server := self._servers.get(volume):
             with contextlib.suppress(BackendFailed):  # If the server has just ended, all data has been written.
                 await run_with_timeout(
-                    lambda: file_system.sync(server), _SYNC_SECONDS, f"volume {volume} could not be written back"
+                    lambda: file_system.sync(server),
+                    _SYNC_TIMEOUT_SECONDS,
+                    f"volume {volume} could not be written back",
                 )
 
     async def grow(self, volume: str) -> None:
@@ -236,7 +238,7 @@ class ServerPool:
                 return
             if file_system.can_resize():
                 await run_with_timeout(
-                    lambda: file_system.grow(server), _SYNC_SECONDS, f"volume {volume} could not be grown"
+                    lambda: file_system.grow(server), _SYNC_TIMEOUT_SECONDS, f"volume {volume} could not be grown"
                 )
             else:
                 await self._restart(server)
@@ -247,10 +249,10 @@ class ServerPool:
         if server is not None and not server.has_ended():
             with contextlib.suppress(BackendFailed):
                 return await run_with_timeout(
-                    lambda: file_system.used_bytes(server), _QUERY_SECONDS, f"volume {volume} does not answer"
+                    lambda: file_system.used_bytes(server), _QUERY_TIMEOUT_SECONDS, f"volume {volume} does not answer"
                 )
         with image.open("rb") as file:
-            return block_counts(file.fileno())[1] * BLOCK
+            return block_counts(file.fileno())[1] * BLOCK_BYTES
 
     # -- one server -------------------------------------------------------------------------------------------------
 
@@ -264,7 +266,7 @@ class ServerPool:
         """Change the clients of a running server. Replaces the server if it does not apply the change."""
         await self._starter.reconfigure(server, settings)
         if server.is_current:
-            await self._access.allow(server.volume, server.settings.access())
+            await self._access.allow(server.volume, server.settings.access_pairs())
         else:
             await self._stop(server.volume)
             await self._start(server.volume, server.settings)
@@ -279,7 +281,7 @@ class ServerPool:
             self._replacements.start(self._replace(server))
             raise
 
-    async def _stop(self, volume: str, seconds: float = _SYNC_SECONDS) -> None:
+    async def _stop(self, volume: str, seconds: float = _SYNC_TIMEOUT_SECONDS) -> None:
         """Stop a server, if there is one. Its image is then consistent."""
         # Do this first: a client retries dropped packets within a second, but waits longer after a refusal.
         await self._access.revoke(volume, set())
@@ -307,7 +309,7 @@ class ServerPool:
 
         Gives up when no sandbox needs the server any longer.
         """
-        ended_early = time.monotonic() - server.start_time < _STEADY_SECONDS
+        ended_early = time.monotonic() - server.start_time < _STABLE_AFTER_SECONDS
         await asyncio.sleep(server.backoff_seconds())
         while True:
             async with self._lock(server.volume):
@@ -317,7 +319,7 @@ class ServerPool:
                 log.warning("a volume server ended, starting another", volume=server.volume, output=output)
                 try:
                     # The server has ended, but its image may not be complete yet.
-                    await file_system.stop_server(server, _SYNC_SECONDS)
+                    await file_system.stop_server(server, _SYNC_TIMEOUT_SECONDS)
                     await self._start(server.volume, server.settings)
                 except (GatewayError, OSError) as error:
                     log.error(
@@ -329,4 +331,4 @@ class ServerPool:
                     self._servers[server.volume].early_ends = server.early_ends + 1 if ended_early else 0
                     server.stop_watching()
                     return
-            await asyncio.sleep(_REPLACE_SECONDS)
+            await asyncio.sleep(_REPLACE_INTERVAL_SECONDS)

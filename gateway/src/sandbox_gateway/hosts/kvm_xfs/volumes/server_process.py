@@ -16,11 +16,11 @@ from pathlib import Path
 from sandbox_gateway.errors import BackendFailed
 from sandbox_gateway.hosts.kvm_xfs.qemu.bounded_log import read_log
 from sandbox_gateway.hosts.kvm_xfs.volumes import launcher
-from sandbox_gateway.hosts.kvm_xfs.volumes.launcher import CONFIG, ROOT_FD
+from sandbox_gateway.hosts.kvm_xfs.volumes.launcher import CONFIG_FILE, ROOT_FD
 
-_STEADY_SECONDS = 60.0
+_STABLE_AFTER_SECONDS = 60.0
 _MAX_BACKOFF_SECONDS = 30.0
-_SETTINGS = "wanted.json"
+_SETTINGS_FILE = "wanted.json"
 
 
 @dataclass(frozen=True)
@@ -31,7 +31,7 @@ class ServerSettings:
     port: int
     clients: dict[str, bool]
 
-    def access(self) -> set[str]:
+    def access_pairs(self) -> set[str]:
         """Return the (address . port) pairs that the host must allow so that the clients can connect."""
         return {f"{address} . {port}" for address in self.clients for port in (self.port, self.port + 1)}
 
@@ -53,8 +53,11 @@ class ServerProcess:
     """How many of the volume's servers in a row, before this one, ended soon after their start."""
 
     def backoff_seconds(self) -> float:
-        """Return the seconds to wait before starting a successor. A guest may crash every server, so they increase."""
-        if time.monotonic() - self.start_time >= _STEADY_SECONDS or not self.early_ends:
+        """Return the seconds to wait before starting a successor.
+
+        They increase, because a guest may crash every server.
+        """
+        if time.monotonic() - self.start_time >= _STABLE_AFTER_SECONDS or not self.early_ends:
             return 0.0
         return min(2.0 ** (self.early_ends - 1), _MAX_BACKOFF_SECONDS)
 
@@ -66,7 +69,7 @@ class ServerProcess:
             with contextlib.suppress(ProcessLookupError):
                 signal.pidfd_send_signal(self.pidfd, number)
 
-    def directory(self) -> int:
+    def open_root(self) -> int:
         """Open the root of the served file system. Returns the descriptor. Raises BackendFailed if the server ended."""
         return self._open(f"root/{self.volume}")
 
@@ -77,7 +80,7 @@ class ServerProcess:
         """
         root = self._open(f"fd/{ROOT_FD}")
         try:
-            replace_file(Path(f"/proc/self/fd/{root}", CONFIG), text)
+            replace_file(Path(f"/proc/self/fd/{root}", CONFIG_FILE), text)
         finally:
             os.close(root)
 
@@ -85,8 +88,8 @@ class ServerProcess:
         """Return whether the server sees only its volume's files and runs in the network namespace ``namespace``."""
         with contextlib.suppress(OSError):
             mounts = Path(f"/proc/{self.pid}/mountinfo").read_text().splitlines()
-            has_only_volume = {line.split()[4] for line in mounts} == {"/", f"/{self.volume}"}
-            return has_only_volume and Path(f"/proc/{self.pid}/ns/net").samefile(namespace)
+            sees_only_volume = {line.split()[4] for line in mounts} == {"/", f"/{self.volume}"}
+            return sees_only_volume and Path(f"/proc/{self.pid}/ns/net").samefile(namespace)
         return False
 
     def log_tail(self) -> str:
@@ -135,7 +138,7 @@ def list_processes(root: Path) -> Iterator[tuple[int, str, bool]]:
         with contextlib.suppress(OSError):
             for word in (entry / "cmdline").read_bytes().decode(errors="replace").split("\0"):
                 path = Path(word)
-                if path.name == launcher.SERVER and path.parent.parent == root:
+                if path.name == launcher.SERVER_NAME and path.parent.parent == root:
                     yield int(entry.name), path.parent.name, True
                 elif path.parent == root:
                     yield int(entry.name), path.name, False
@@ -143,13 +146,13 @@ def list_processes(root: Path) -> Iterator[tuple[int, str, bool]]:
 
 def save_settings(directory: Path, settings: ServerSettings) -> None:
     """Store a server's settings in its directory."""
-    replace_file(directory / _SETTINGS, json.dumps(asdict(settings)))
+    replace_file(directory / _SETTINGS_FILE, json.dumps(asdict(settings)))
 
 
 def load_settings(directory: Path) -> ServerSettings | None:
     """Load a server's settings from its directory. Returns None if they cannot be read."""
     try:
-        data = json.loads((directory / _SETTINGS).read_text())
+        data = json.loads((directory / _SETTINGS_FILE).read_text())
         clients = {str(address): bool(read_only) for address, read_only in data["clients"].items()}
         return ServerSettings(str(data["image"]), int(data["port"]), clients)
     except (OSError, ValueError, KeyError, TypeError, AttributeError):

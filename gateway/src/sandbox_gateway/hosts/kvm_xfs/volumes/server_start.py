@@ -20,7 +20,7 @@ from sandbox_gateway.hosts.kvm_xfs.qemu.cgroup import Cgroups
 from sandbox_gateway.hosts.kvm_xfs.volumes import file_system, launcher, rpc
 from sandbox_gateway.hosts.kvm_xfs.volumes.access import VolumeAccess
 from sandbox_gateway.hosts.kvm_xfs.volumes.configuration import configuration, marker_of
-from sandbox_gateway.hosts.kvm_xfs.volumes.launcher import CONFIG
+from sandbox_gateway.hosts.kvm_xfs.volumes.launcher import CONFIG_FILE
 from sandbox_gateway.hosts.kvm_xfs.volumes.seccomp import file_server_filter
 from sandbox_gateway.hosts.kvm_xfs.volumes.server_process import (
     ServerProcess,
@@ -30,9 +30,9 @@ from sandbox_gateway.hosts.kvm_xfs.volumes.server_process import (
 )
 from sandbox_gateway.log import Logger
 
-_START_SECONDS = 20.0
-_APPLY_SECONDS = 2.0
-_QUERY_SECONDS = 2.0
+_START_TIMEOUT_SECONDS = 20.0
+_APPLY_TIMEOUT_SECONDS = 2.0
+_QUERY_TIMEOUT_SECONDS = 2.0
 _QUERY_INTERVAL_SECONDS = 0.005
 
 _MEMORY_MB, _CPUS = 1024, 1.5
@@ -57,7 +57,7 @@ class ServerStarter:
 
     def limit(self, server: ServerProcess) -> None:
         """Apply a server's memory and CPU limits."""
-        self.cgroups.place(server.volume, server.pid, memory_mb=_MEMORY_MB, cpus=_CPUS)
+        self.cgroups.limit(server.volume, server.pid, memory_mb=_MEMORY_MB, cpus=_CPUS)
 
     async def start(self, volume: str, settings: ServerSettings) -> ServerProcess:
         """Start the server of a volume, and allow its clients to connect. On failure, the server is killed."""
@@ -69,7 +69,7 @@ class ServerStarter:
         await file_system.grow_offline(Path(settings.image))
         save_settings(directory, settings)
         marker, text = self._configuration(volume, settings)
-        replace_file(directory / CONFIG, text)
+        replace_file(directory / CONFIG_FILE, text)
         server = ServerProcess(volume, 0, settings, log=create_log())
         process = await asyncio.create_subprocess_exec(
             *(sys.executable, "-I", "-S", launcher.__file__, settings.image, str(directory), volume, program),
@@ -82,9 +82,9 @@ class ServerStarter:
             cwd="/",
         )
         try:
-            async with asyncio.timeout(_START_SECONDS):
+            async with asyncio.timeout(_START_TIMEOUT_SECONDS):
                 await self._wait_until_ready(process, server, marker)
-            await self._access.allow(volume, settings.access())
+            await self._access.allow(volume, settings.access_pairs())
         except BaseException as error:
             with contextlib.suppress(ProcessLookupError):
                 # Kill the whole process group, because the server's pid may be unknown.
@@ -94,7 +94,7 @@ class ServerStarter:
             server.stop_watching()
             if isinstance(error, TimeoutError):
                 raise Timeout(
-                    f"the server of volume {volume} did not answer within {_START_SECONDS:g} s{log_tail}"
+                    f"the server of volume {volume} did not answer within {_START_TIMEOUT_SECONDS:g} s{log_tail}"
                 ) from None
             raise
         server.is_current = True
@@ -125,7 +125,7 @@ class ServerStarter:
         save_settings(self._root / server.volume, server.settings)
         marker, text = self._configuration(server.volume, server.settings)
         try:
-            async with asyncio.timeout(_APPLY_SECONDS):
+            async with asyncio.timeout(_APPLY_TIMEOUT_SECONDS):
                 server.configure(text)
                 server.signal(signal.SIGHUP)
                 await self._wait_until_applied(server, marker)
@@ -143,7 +143,7 @@ class ServerStarter:
     async def _has_marker(self, port: int, marker: str) -> bool:
         """Return whether the server at ``port`` answers and its configuration contains the marker."""
         try:
-            async with asyncio.timeout(_QUERY_SECONDS):
+            async with asyncio.timeout(_QUERY_TIMEOUT_SECONDS):
                 exports = await rpc.call(self._address, port + 1, _MOUNT, _MOUNT_EXPORT)
                 if rpc.encode_opaque(f"{marker}/32") not in exports:
                     return False

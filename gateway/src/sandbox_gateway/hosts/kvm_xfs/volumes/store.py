@@ -30,12 +30,12 @@ from sandbox_gateway.hosts.kvm_xfs.volumes.pending_snapshots import IMAGE, Pendi
 from sandbox_gateway.hosts.kvm_xfs.volumes.ports import Ports
 from sandbox_gateway.records import Volume, VolumeSnapshot
 
-_NEW = f"{PARTIAL}new.img"
-_OLD = f"{PARTIAL}old.img"
+_NEW_IMAGE = f"{PARTIAL}new.img"
+_OLD_IMAGE = f"{PARTIAL}old.img"
 
 
 class VolumeStore:
-    """Manages the volumes below one state root. Methods raise OSError if the file system fails, and GatewayError."""
+    """Manages the volumes below one state root. Methods raise GatewayError, or OSError if the file system fails."""
 
     def __init__(self, layout: Layout, quarantine: Quarantine) -> None:
         self._quarantine = quarantine
@@ -90,7 +90,7 @@ class VolumeStore:
 
     def stage(self, volume: Volume, snapshot: VolumeSnapshot) -> None:
         """Create a copy of ``snapshot`` with the volume's current size beside the image, for ``swap``."""
-        new = self._root / volume.id / _NEW
+        new = self._root / volume.id / _NEW_IMAGE
         new.unlink(missing_ok=True)
         try:
             reflink.clone(self._snapshot(snapshot) / IMAGE, new)
@@ -103,23 +103,23 @@ class VolumeStore:
     def swap(self, volume: str) -> None:
         """Replace the image with the staged copy. Keeps the old image until ``remove_staged``."""
         directory = self._root / volume
-        (directory / _OLD).unlink(missing_ok=True)
+        (directory / _OLD_IMAGE).unlink(missing_ok=True)
         if (directory / IMAGE).exists():
-            (directory / _OLD).hardlink_to(directory / IMAGE)
-        (directory / _NEW).rename(directory / IMAGE)
+            (directory / _OLD_IMAGE).hardlink_to(directory / IMAGE)
+        (directory / _NEW_IMAGE).rename(directory / IMAGE)
         directory_records.sync_directory(directory)
 
     def swap_back(self, volume: str) -> None:
         """Undo ``swap``: restore the old image. Does nothing if the image was not swapped."""
         directory = self._root / volume
-        if (directory / _OLD).exists():
-            (directory / _OLD).replace(directory / IMAGE)
+        if (directory / _OLD_IMAGE).exists():
+            (directory / _OLD_IMAGE).replace(directory / IMAGE)
             directory_records.sync_directory(directory)
 
     def remove_staged(self, volume: str) -> None:
         """Remove the staged copy and the old image."""
         with contextlib.suppress(OSError):  # If this fails, the next start removes the files.
-            for name in (_NEW, _OLD):
+            for name in (_NEW_IMAGE, _OLD_IMAGE):
                 (self._root / volume / name).unlink(missing_ok=True)
 
     def _snapshot(self, snapshot: VolumeSnapshot) -> Path:
@@ -193,7 +193,7 @@ class VolumeStore:
     def _recreate_record(
         self, directory: Path, length_mb: int, snapshots: list[VolumeSnapshot], reason: str, repaired: list[str]
     ) -> Volume:
-        """Create a record for a volume whose own is damaged. The volume keeps its id, because sandboxes refer to it."""
+        """Recreate a volume's damaged record. The volume keeps its id, because sandboxes refer to it."""
         size_mb = max([length_mb, *(snapshot.size_mb for snapshot in snapshots)])
         try:
             volume = Volume(id=directory.name, name=directory.name, size_mb=size_mb)
@@ -205,7 +205,7 @@ class VolumeStore:
         return volume
 
     def _move_to_quarantine(self, path: Path) -> str:
-        """Move a damaged file to the quarantine, if it exists. Returns a clause about this to append to a sentence."""
+        """Move a damaged file to the quarantine, if it exists. Returns a clause to append to a sentence."""
         return f" and was moved to {self._quarantine.move(path)}" if path.exists() else ""
 
     def _assign_ports(self, scan: Scan) -> Ports:
