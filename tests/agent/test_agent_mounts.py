@@ -239,7 +239,7 @@ def test_hanging_work_times_out():
     assert time.monotonic() - start_time < 5
 
 
-def test_errors_of_work_are_returned():
+def test_the_errno_of_a_failed_call_is_returned():
     def fail() -> int:
         raise OSError(errno.ESTALE, "stale")
 

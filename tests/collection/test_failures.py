@@ -252,7 +252,7 @@ def test_a_failed_build_shows_the_end_of_its_log(memory_target: Target, faulty_g
     (broken,) = memory_target.play(task)
     check_failed(broken, "backend_failed", "the build of template 'broken' failed", "set-up command", "exit code 1")
     assert "making a file system" in broken["msg"] and "ran fail" in broken["msg"]
-    faulty_gateway.holding = True
+    faulty_gateway.hold_builds = True
     (slow,) = memory_target.play({"grove.sandbox.sandbox_template": {"name": "slow", "wait_timeout": 1}})
     check_failed(slow, "timeout", "still being built after 1 s")
 

@@ -286,9 +286,9 @@ def test_properties_are_formatted_for_the_command() -> None:
     ]
     assert options.property_value("a:b", "x" * 8191) == "a:b=" + "x" * 8191
     for value, message in (
-        ("", "its value is empty or contains control characters"),
-        ("a\0b", "its value is empty or contains control characters"),
-        ("\ud800", "its value is empty or contains control characters"),
+        ("", "its value is empty, or contains a NUL character or a lone surrogate"),
+        ("a\0b", "its value is empty, or contains a NUL character or a lone surrogate"),
+        ("\ud800", "its value is empty, or contains a NUL character or a lone surrogate"),
         (b"\xff", "its value is not UTF-8"),
         ("x" * 8192, "its value is 8192 bytes long, but the limit is 8191"),
         ("ä" * 4096, "its value is 8192 bytes long, but the limit is 8191"),

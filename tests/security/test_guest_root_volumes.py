@@ -162,7 +162,7 @@ def test_the_seccomp_filter_blocks_privilege_escalation() -> None:
     assert (result.stdout, result.stderr) == ("threads and sockets work\n", "")
 
 
-async def test_a_foreign_volume_cannot_be_mounted_or_read_by_handle(xfs_root: Path) -> None:
+async def test_a_volume_of_another_sandbox_cannot_be_mounted_or_read_by_handle(xfs_root: Path) -> None:
     async with setup(xfs_root) as s:
         own, other = await s.volume(), await s.volume()
         (a, guest), (b, owner) = await s.guest(), await s.guest()

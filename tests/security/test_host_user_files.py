@@ -91,15 +91,15 @@ def test_a_host_user_cannot_read_the_gateways_files(gateway_with_secrets: Gatewa
     assert find_readable_files(list(session.cache_dir().glob("rootfs-*.tar"))) == []
 
 
-def test_open_permissions_of_an_older_release_are_tightened(gateway_with_secrets: Gateway) -> None:
-    open_files = [
+def test_loose_permissions_of_an_older_release_are_tightened(gateway_with_secrets: Gateway) -> None:
+    exposed_files = [
         path
         for path in list_files(gateway_with_secrets)
         if path.name in ("kernel", "initrd", "rootfs.img", "manifest.json")
     ]
-    for path in open_files:
+    for path in exposed_files:
         path.chmod(0o644)
-    assert find_readable_files(open_files)
+    assert find_readable_files(exposed_files)
     gateway_with_secrets.restart()
     assert find_readable_files(list_files(gateway_with_secrets)) == []
     assert gateway_with_secrets.sh("box", "cat /proc/uptime")

@@ -54,14 +54,14 @@ class ShellMachine(Machine):
 
 
 class FaultyHost(MemoryHost):
-    """A host of ShellMachines. Agents of sandboxes in ``failing`` do not respond. Builds wait while ``holding``."""
+    """A host of ShellMachines. Agents of sandboxes in ``failing`` do not respond. Builds wait while ``hold_builds``."""
 
     machine_type = ShellMachine
-    holding = False
+    hold_builds = False
 
     async def build_base(self, base: Snapshot, recipe: Recipe, log: Log) -> Snapshot:
-        # Tests set ``holding`` in another thread.
-        while self.holding:  # noqa: ASYNC110
+        # Tests set ``hold_builds`` in another thread.
+        while self.hold_builds:  # noqa: ASYNC110
             await asyncio.sleep(0.02)
         return await super().build_base(base, recipe, log)
 
@@ -76,7 +76,7 @@ class FaultyGateway:
 
     ``token``: the only key that the proxy accepts; empty: no key is needed. ``version``: the version that it reports.
 
-    Faults: ``failing``, names of sandboxes whose fork or rollback fails; ``holding``, whether builds wait; ``busy``,
+    Faults: ``failing``, names of sandboxes whose fork or rollback fails; ``hold_builds``: builds wait; ``busy``,
     number of the next requests to refuse with status 429; ``cut``, number of the next connections to close without a
     response; ``delay``, seconds before each response; ``vanish``, ids of snapshots and sandboxes that are removed after
     a client has read them; ``intercept`` and ``rewrite``, see their types.
@@ -156,7 +156,7 @@ class FaultyGateway:
     def reset(self) -> None:
         """Reset all faults, and remove everything except the template."""
         self._forget_faults()
-        self.failing, self.holding = set(), False
+        self.failing, self.hold_builds = set(), False
         while any(each["buildStatus"] == "building" for each in self.request("GET", "/templates?limit=1000")):
             time.sleep(0.02)
         for box in self.list_objects("sandboxes"):
@@ -187,12 +187,12 @@ class FaultyGateway:
         self._host.failing = names
 
     @property
-    def holding(self) -> bool:
-        return self._host.holding
+    def hold_builds(self) -> bool:
+        return self._host.hold_builds
 
-    @holding.setter
-    def holding(self, value: bool) -> None:
-        self._host.holding = value
+    @hold_builds.setter
+    def hold_builds(self, value: bool) -> None:
+        self._host.hold_builds = value
 
     # -- the proxy -----------------------------------------------------------------------------------------------------
 

@@ -154,7 +154,7 @@ def table() -> dict:  # type: ignore[type-arg]
             continue
         if not jail["dying"] and not jail["params"]["persist"] and not processes(jail):
             # A jail without persist begins to die when its last process exits (jail(8) "persist").
-            jail["dying"] = dying_until()
+            jail["dying"] = end_of_dying()
             if not jail["dying"]:
                 finish(jail)
                 continue
@@ -167,8 +167,8 @@ def table() -> dict:  # type: ignore[type-arg]
     return state
 
 
-def dying_until() -> str:
-    """Return the time until which a jail that ends now is dying, ``forever``, or "" if it is removed at once."""
+def end_of_dying() -> str:
+    """Return when a jail that ends now will stop dying: a time, ``forever``, or "" if it is removed at once."""
     duration = base.knob("dying")
     return "" if duration == "0" else duration if duration == "forever" else str(time.time() + float(duration))
 
@@ -426,7 +426,7 @@ def remove(jail: Jail) -> None:
         matches = [each for each in state["jails"] if each["jid"] == jail["jid"]]
         if not matches or matches[0]["dying"]:
             return
-        dying = dying_until()
+        dying = end_of_dying()
         if not dying:
             finish(matches[0])
             state["jails"].remove(matches[0])

@@ -35,7 +35,7 @@ import time
 import traceback
 import warnings
 
-from sandbox_agent.interpreter.kernel_protocol import DONE, EVENT, FIELDS, HEAD, MAX_SIZE, SIZE, SYNC
+from sandbox_agent.interpreter.kernel_protocol import DONE, EVENT, FIELDS, HEAD, MAX_EVENT_BYTES, SIZE, SYNC
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -325,8 +325,8 @@ def _show_figures(lines: list[bytes]) -> None:
 
 def _encode_event(event: dict[str, Any]) -> bytes:
     line = _encode(event).encode()
-    if len(line) > MAX_SIZE:
-        text = f"(a result of {len(line)} bytes was omitted: the limit is {MAX_SIZE} bytes)"
+    if len(line) > MAX_EVENT_BYTES:
+        text = f"(a result of {len(line)} bytes was omitted: the limit is {MAX_EVENT_BYTES} bytes)"
         event = {"type": event["type"], "text": text, "is_main_result": event["is_main_result"]}
         line = _encode(event).encode()
     return line

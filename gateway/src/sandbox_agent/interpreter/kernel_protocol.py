@@ -9,7 +9,7 @@ HEAD = struct.Struct(">cI")
 SIZE = struct.Struct(">I")
 """The head of a frame from the agent: the length of its contents."""
 EVENT, SYNC, DONE = b"E", b"S", b"D"
-MAX_SIZE = 32 << 20
+MAX_EVENT_BYTES = 32 << 20
 """Maximum size of an event, in bytes."""
 
 FIELDS = {

@@ -9,7 +9,7 @@ import sys
 import time
 
 from sandbox_agent.failure import invalid
-from sandbox_agent.interpreter.kernel_protocol import DONE, EVENT, HEAD, MAX_SIZE, SIZE, SYNC
+from sandbox_agent.interpreter.kernel_protocol import DONE, EVENT, HEAD, MAX_EVENT_BYTES, SIZE, SYNC
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -111,7 +111,7 @@ class Python(Language):
         while len(buffer) >= HEAD.size:
             letter, size = HEAD.unpack_from(buffer)
             kind = {EVENT: "event", SYNC: "sync", DONE: "done"}.get(letter, "broken")
-            if size > MAX_SIZE or (kind == "done" and size > _MAX_STATUS):
+            if size > MAX_EVENT_BYTES or (kind == "done" and size > _MAX_STATUS):
                 kind = "broken"
             if kind != "broken" and len(buffer) < HEAD.size + size:
                 return

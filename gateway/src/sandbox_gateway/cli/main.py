@@ -1,8 +1,9 @@
-"""The entry point of `sandboxctl`. Queries run without the command-line library, whose import takes most of their time.
+"""The entry point of `sandboxctl`.
 
-The modules that a query imports (`quick`, `queries`, `settings`, `client`, `render`, `formats`, `failure`) import only
-what `http.client` and `json` import as well, and other modules only when they need them. That is why they do not
-use `typing`.
+Queries do not load the command-line library, because importing it would take most of their run time. At import time,
+the modules that a query uses (`quick`, `queries`, `settings`, `client`, `render`, `formats`, `failure`) load only
+modules that `http.client` and `json` load anyway. They import everything else where they use it, and do not use
+`typing`.
 """
 
 from __future__ import annotations

@@ -59,7 +59,7 @@ class Identity:
         for name, value in self.env.items():
             if not name or "=" in name or "\0" in name + value:
                 raise Invalid(
-                    f"env contains the invalid variable {name[:80]!r}: use a nonempty name without '=' and NUL, and a "
+                    f"env contains the invalid variable {name[:80]!r}: use a nonempty name without '=' or NUL, and a "
                     "value without NUL"
                 )
         return {

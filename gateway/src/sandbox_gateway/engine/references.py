@@ -44,7 +44,7 @@ class References:
         return self._index.is_pinned(snapshot) or any(map(self._index.is_pinned, self.volume_snapshots_in(snapshot)))
 
     def blocking_snapshots(self, snapshots: Iterable[VolumeSnapshot]) -> list[Snapshot]:
-        """Return the snapshots of sandboxes that include one of ``snapshots``, except the captures of clones."""
+        """Return the sandbox snapshots that include one of ``snapshots``, except transient ones."""
         ids = {snapshot.id for snapshot in snapshots}
         return [
             each

@@ -32,7 +32,7 @@ def property_value(name: Name, value: Value) -> str:
             raise PropertyInvalid(key).with_details("its value is not UTF-8") from None
     size = len(text.encode(errors="surrogatepass"))
     if not text or "\0" in text or any("\ud800" <= c <= "\udfff" for c in text):
-        raise PropertyInvalid(key).with_details("its value is empty or contains control characters")
+        raise PropertyInvalid(key).with_details("its value is empty, or contains a NUL character or a lone surrogate")
     if size > VALUE_MAX:
         raise PropertyInvalid(key).with_details(f"its value is {size} bytes long, but the limit is {VALUE_MAX}")
     return f"{key}={text}"

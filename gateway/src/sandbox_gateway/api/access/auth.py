@@ -76,7 +76,7 @@ class Keys:
         """Read a key file: one `name scope key` per line, `#` begins a comment. Raises Invalid."""
         try:
             with path.open() as file:
-                _check_mode(path, os.fstat(file.fileno()))
+                _check_permissions(path, os.fstat(file.fileno()))
                 lines = file.read().splitlines()
         except FileNotFoundError:
             raise Invalid(
@@ -97,7 +97,7 @@ class Keys:
         return cls(keys.values())
 
 
-def _check_mode(path: Path, status: os.stat_result) -> None:
+def _check_permissions(path: Path, status: os.stat_result) -> None:
     if status.st_mode & (stat.S_IRWXG | stat.S_IRWXO):
         raise Invalid(f"other users can read the key file {path}: run chmod 600 {path}")
     if status.st_uid not in (0, os.geteuid()):

@@ -163,7 +163,9 @@ class DataPlane:
             target = Target(admission.sandbox.id, AGENT_PORT, f"localhost:{AGENT_PORT}", by_host=False, signed=True)
         if target is None:
             if scope["type"] == "websocket":
-                raise Unsupported("the gateway itself has no WebSockets: connect to a port of a sandbox (docs/api.md)")
+                raise Unsupported(
+                    "the gateway itself has no WebSocket endpoints: connect to a port of a sandbox (docs/api.md)"
+                )
             await self.app(scope, receive, send)
             return
         scope["sandbox_gateway.route"] = "data plane"

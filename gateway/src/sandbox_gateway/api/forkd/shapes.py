@@ -173,7 +173,7 @@ def sandbox_info(sandbox: Sandbox, snapshot_tag: str, address: str) -> SandboxIn
 
 
 def snapshot_info(snapshot: Snapshot, files: dict[str, str]) -> SnapshotInfo:
-    shape = SnapshotInfo(
+    info = SnapshotInfo(
         tag=tag_of(snapshot),
         id=snapshot.id,
         created_at_unix=int(snapshot.created_at.timestamp()),
@@ -182,11 +182,11 @@ def snapshot_info(snapshot: Snapshot, files: dict[str, str]) -> SnapshotInfo:
         **files,
     )
     if snapshot.kind is SnapshotKind.SNAPSHOT:
-        shape.branched_from, shape.pause_ms = snapshot.source_sandbox, math.ceil(snapshot.pause_ms)
+        info.branched_from, info.pause_ms = snapshot.source_sandbox, math.ceil(snapshot.pause_ms)
     if snapshot.memory not in (Memory.NONE, Memory.FULL):
-        shape.diff_physical_bytes = snapshot.memory_bytes_written
-        shape.diff_logical_bytes = snapshot.resources.memory_mb * _MIB
-    return shape
+        info.diff_physical_bytes = snapshot.memory_bytes_written
+        info.diff_logical_bytes = snapshot.resources.memory_mb * _MIB
+    return info
 
 
 def snapshot_detail(snapshot: Snapshot, files: dict[str, str], sandboxes: list[str]) -> SnapshotDetail:

@@ -39,7 +39,7 @@ Pairs = Annotated[dict[str, str], BeforeValidator(_check_count)]
 
 
 def _check_metadata(value: dict[str, str]) -> dict[str, str]:
-    """Refuse keys that configure a sandbox in CubeSandbox, because a caller that sets one relies on it."""
+    """Reject keys that configure a sandbox in CubeSandbox: a caller that sets one expects it to take effect."""
     for key, remedy in _REFUSED_METADATA.items():
         if key in value:
             raise ValueError(f"the key {key!r} is not supported, because metadata changes no settings: {remedy}")

@@ -177,7 +177,7 @@ class Window:
             # An earlier gateway started the tracking, and its files no longer exist.
             self._marks_are_complete = False
         if not listing.is_tracked(ram):
-            raise OSError(errno.ENOSYS, "the kernel does not track writes to private mappings (Linux 6.7)")
+            raise OSError(errno.ENOSYS, "the kernel does not track writes to private mappings (requires Linux 6.7)")
 
     def _has_capture(self) -> bool:
         return self._last.exists() or self._last_check.exists()

@@ -107,10 +107,12 @@ class ServerProcess:
         try:
             descriptor = os.open(f"/proc/{self.pid}/{path}", os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
         except OSError as error:
-            raise BackendFailed(f"the server of volume {self.volume} has ended ({error.strerror}): try again") from None
+            raise BackendFailed(
+                f"the server for volume {self.volume} has exited ({error.strerror}): try again"
+            ) from None
         if self.has_ended():  # Another process may have the same pid now.
             os.close(descriptor)
-            raise BackendFailed(f"the server of volume {self.volume} has ended: try again")
+            raise BackendFailed(f"the server for volume {self.volume} has exited: try again")
         return descriptor
 
     def stop_watching(self) -> None:
