@@ -1,1 +1,1 @@
-"""Measure the performance of this software, next to a floor that is measured in the same run. See README.md."""
+"""Measure the performance of this software and, in the same run, a floor to compare it with. See README.md."""

@@ -23,7 +23,7 @@ from tests.support import session
 def main() -> int:
     """Return the exit code.
 
-    0: all benches succeeded. 1: a bench failed or something was not removed. 2: the run could not start.
+    0: all benches succeeded. 1: a bench failed or something could not be removed. 2: the run could not start.
     """
     options = _parse_options()
     if os.geteuid() != 0:

@@ -16,7 +16,7 @@ _TIMEOUT_SECONDS = 60.0
 
 
 class Answers:
-    """Records every answer of an agent to the identity exchange: ``with watching() as answers: …``"""
+    """Records every answer that an agent gives in the identity exchange: ``with watching() as answers: …``"""
 
     def __init__(self, timers: Timers) -> None:
         self._timers = timers

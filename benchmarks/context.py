@@ -144,7 +144,7 @@ class KvmXfs:
 
     @contextlib.contextmanager
     def source(self, script: str = "", *, settle: float = 3.0) -> Iterator[Snapshot]:
-        """Yield a snapshot of a sandbox that runs ``script`` (Python) in the background for ``settle`` seconds.
+        """Yield a snapshot of a sandbox in which ``script`` (Python) has run in the background for ``settle`` seconds.
 
         At the end, removes everything except the template.
         """
@@ -166,7 +166,7 @@ class KvmXfs:
             raise RuntimeError(f"the script could not be started: {result.stderr.decode(errors='replace')}")
 
     def raw_qemu(self, snapshot: Snapshot) -> RawQemu:
-        """Return a context manager for QEMU without a gateway, on the files of ``snapshot``, as the floor."""
+        """Return a context manager that runs QEMU without a gateway on the files of ``snapshot``, for the floor."""
         return RawQemu(self.live, self.host.platform, snapshot, self.mount_point / "raw")
 
     def copy_templates(self, root: Path) -> None:
@@ -182,7 +182,7 @@ async def _collect_lines(lines: Any) -> list[str]:
 
 
 def available_memory() -> int:
-    """Return the bytes of memory that are available without swapping."""
+    """Return how many bytes of memory are available without swapping."""
     for line in Path("/proc/meminfo").read_text().splitlines():
         if line.startswith("MemAvailable:"):
             return int(line.split()[1]) * 1024

@@ -12,7 +12,7 @@ from tests.support.gateway import PROGRAM, Gateway
 
 @contextlib.contextmanager
 def companion_gateway(host: KvmXfs, program: Sequence[str] = PROGRAM, **sections: dict[str, Any]) -> Iterator[Gateway]:
-    """Run a gateway with the configuration of ``host`` and more ``sections``. Removes its sandboxes at the end."""
+    """Run a gateway with the configuration of ``host`` plus ``sections``. Removes its sandboxes at the end."""
     config = host.config.model_dump(mode="json")
     base = {"kvm_xfs": config["kvm_xfs"], "network": {"pool": host.config.network.pool}, "log": {"level": "info"}}
     gateway = Gateway(host.mount_point, base | sections, program=program)

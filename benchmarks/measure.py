@@ -24,7 +24,7 @@ class Target:
 
 @dataclass
 class Measure:
-    """Samples of one quantity. ``floor`` is the key of a measure of the same result that is a lower bound for it."""
+    """Samples of one quantity. ``floor`` is the key of another measure in the same result, which is its lower bound."""
 
     key: str
     title: str
@@ -48,7 +48,7 @@ class Measure:
 class Result:
     """All measures of one bench.
 
-    ``settings`` contains the settings that affect the results, ``notes`` sentences for the reader.
+    ``settings`` contains the settings that affect the results, and ``notes`` contains sentences for the reader.
     """
 
     name: str
@@ -80,14 +80,14 @@ class Result:
                 self.measure(f"{of}.{key}", title, samples=samples[key], part_of=of)
 
     def ratio(self, measure: Measure) -> float | None:
-        """Return p50 divided by the floor's p50, or None without a floor or if the floor is 0."""
+        """Return p50 divided by the floor's p50, or None if there is no floor or it is 0."""
         floor = self.measures.get(measure.floor)
         if floor is None or not floor.samples or not measure.samples or not floor.p50:
             return None
         return measure.p50 / floor.p50
 
     def meets_target(self, measure: Measure) -> bool | None:
-        """Return whether the measure meets its target, or None without a target or samples."""
+        """Return whether the measure meets its target, or None if it has no target or no samples."""
         if measure.target is None or not measure.samples:
             return None
         value = measure.p50 if measure.target.of == "p50" else self.ratio(measure)

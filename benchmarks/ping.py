@@ -1,7 +1,7 @@
 """Ping a machine from outside, to measure how long a client waits for an answer.
 
 This runs in a separate process (``python -m benchmarks.ping``), so that it does not slow down the gateway under test.
-The guest's kernel answers ICMP echo requests, so without an answer the guest is not running.
+The guest's kernel answers ICMP echo requests, so if no answer arrives, the guest is not running.
 """
 
 from __future__ import annotations
@@ -89,7 +89,7 @@ def _request(now: float) -> bytes:
 
 
 def _main(address: str) -> None:
-    """Ping until standard input is closed. Each line on it is a new address.
+    """Ping until standard input is closed. Each line of input is a new address to ping.
 
     Prints a line after the first answer, and all answers at the end.
     """

@@ -116,7 +116,7 @@ class RawMachine:
     def resume_and_ping(self) -> tuple[float, float]:
         """Resume the guest of a paused machine, with a message on its serial line.
 
-        Returns the milliseconds until QEMU has answer_time, and until the agent has answer_time.
+        Returns the milliseconds until QEMU has answered, and until the agent has answered.
         """
         assert self._line is not None and self._monitor is not None
         message = b"?" + uuid.uuid4().bytes
@@ -141,7 +141,7 @@ class RawMachine:
 
     @contextlib.contextmanager
     def _running(self, *, deferred: bool, hold: bool = False) -> Iterator[tuple[float, str, int]]:
-        """Start QEMU. Yields the start time, the address of its QMP socket, and its descriptor of the device state."""
+        """Start QEMU. Yields the start time, the address of its QMP socket, and its descriptor for the device state."""
         with (
             socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_CLOEXEC) as listener,
             self._log.open("ab") as output,

@@ -50,7 +50,7 @@ def build_document(
 
 
 def create_console() -> Console:
-    """Return a console on standard output. If that is not a terminal, it is as wide as the tables need."""
+    """Return a console for standard output. If the output is not a terminal, the console is as wide as the tables."""
     console = Console()
     return console if console.is_terminal else Console(width=_WIDTH)
 

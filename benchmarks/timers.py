@@ -55,7 +55,7 @@ class Timers:
             yield self
 
     def completed_calls(self, key: str, *arguments: object) -> list[Span]:
-        """Return the calls with these arguments that have returned since the last ``take``, without exceptions."""
+        """Return the calls with these arguments that have returned without an exception since the last ``take``."""
         successful_spans = (span for span in list(self._spans.get(key, [])) if span.args)
         return [span for span in successful_spans if all(argument in span.args[1:] for argument in arguments)]
 
@@ -103,9 +103,9 @@ def time_call(work: Callable[[], T]) -> tuple[T, float]:
 
 
 def split_time(whole: Span, parts: dict[str, list[Span]]) -> dict[str, float]:
-    """Return the milliseconds of ``whole`` that were spent in each part, and the remaining ones under "rest".
+    """Return the milliseconds of ``whole`` that were spent in each part, with the remainder under "rest".
 
-    The values add up to the duration of ``whole``. If parts overlap, the time counts for the first of them.
+    The values add up to the duration of ``whole``. If parts overlap, the time is attributed to the first of them.
     """
     edges = {whole.start, whole.end}
     for spans in parts.values():

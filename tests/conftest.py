@@ -65,7 +65,7 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
 
 @pytest.hookimpl(wrapper=True, tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> Iterator[None]:
-    """Sort tests before and after pytest's own sorting, which groups them by the parameters of expensive fixtures."""
+    """Shuffle the tests if a seed is set, let pytest group them by expensive fixtures, and then sort them by folder."""
     if (seed := os.environ[_SEED_VARIABLE]) != "0":
         items.sort(key=functools.partial(_random_sort_key, seed))
     yield
@@ -79,7 +79,7 @@ def _random_sort_key(seed: str, item: pytest.Item) -> tuple[bytes, bytes]:
 
 
 def _seeded_key(seed: str, name: str) -> bytes:
-    """Return a key that depends only on the arguments, so that any subset of the tests runs in the same order."""
+    """Return a key that depends only on the arguments, so that any subset of the tests keeps its relative order."""
     return hashlib.sha256(f"{seed} {name}".encode()).digest()
 
 
@@ -135,7 +135,7 @@ def pytest_sessionfinish(session: pytest.Session) -> None:
 
 @pytest.fixture(scope="session")
 def anyio_backend() -> str:
-    """The event loop for asynchronous tests and fixtures. Each test has its own loop."""
+    """The backend that runs asynchronous tests and fixtures. Each test has its own event loop."""
     return "asyncio"
 
 
@@ -188,9 +188,10 @@ def template(shared_gateway: Gateway) -> str:
 
 @pytest.fixture
 def gateway(xfs_root: Path, request: pytest.FixtureRequest) -> Iterator[Callable[..., Gateway]]:
-    """``gateway({section: {key: value}})`` starts a new gateway with the template, unless ``seed_template=False``.
+    """A function that starts new gateways with the template: ``gateway({section: {key: value}})``.
 
-    The template's directory is a reflink copy from ``shared_gateway``: gateways keep their state only in files.
+    With ``seed_template=False``, a gateway starts without the template. The template's directory is a reflink copy from
+    ``shared_gateway``, which suffices because gateways keep their state only in files.
     """
 
     yield from _gateway_factory(xfs_root, lambda root: _copy_templates(request, root))

@@ -1,9 +1,10 @@
 """Find and remove leftovers of test runs: processes, mounts, loop devices, network namespaces, links, nftables tables,
 control groups, zpools and files.
 
-Processes are recognised by an environment variable that they inherit. A gateway starts its processes with a clean
-environment, so a path of this run in the command line counts too. Anything else counts if it contains this run's
-directory or prefix. With CI set, no one else uses the machine, and everything new counts.
+Processes are recognised by an environment variable that they inherit. Because a gateway starts its processes with a
+clean environment, they are also recognised by a path of this run in their command line. Other resources belong to this
+run if their names or paths contain its directory or prefix. If CI is set, nobody else uses the machine, so every new
+resource counts.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ _ZPOOLS = ("zpool", "list", "-H", "-o", "name")
 
 @dataclass(frozen=True)
 class Inventory:
-    """The resources on the machine that tests can leak. Each field has a readable line for each item."""
+    """The resources on the machine that tests can leak. Each field holds one human-readable line per resource."""
 
     processes: frozenset[str]
     mounts: frozenset[str]
@@ -47,7 +48,7 @@ class Inventory:
 
 
 def should_check(config: pytest.Config) -> bool:
-    """Return whether to check for leftovers. Only root can create them, and only the main process checks."""
+    """Return whether to check for leftovers: only root can create any, and only the main process checks."""
     session.run_id()
     return os.geteuid() == 0 and not hasattr(config, "workerinput") and not config.option.collectonly
 
@@ -66,7 +67,10 @@ def take_inventory() -> Inventory:
 
 
 def wait_for_leftovers(before: Inventory) -> list[str]:
-    """Return the leftovers after a grace period, in which processes can end. Remove the run's directory if possible."""
+    """Wait up to a grace period for leftovers to disappear, and return those that remain.
+
+    Removes the run's directory unless mounts, loop devices or processes remain.
+    """
     deadline = time.monotonic() + _GRACE_SECONDS
     while (leftovers := _new_items(before)) and time.monotonic() < deadline:
         time.sleep(0.5)
@@ -85,7 +89,7 @@ def _new_items(before: Inventory) -> list[str]:
 
 
 def record_temporary_directory(temporary: Path) -> None:
-    """Record a temporary directory of this run, because it may contain mounts. Only runs of root are cleaned up."""
+    """Record a temporary directory of a run by root, so that mounts in it can be cleaned up later."""
     if os.geteuid() == 0:
         # One link for each process, because some tests run pytest themselves.
         (session.run_dir() / f"{_TEMPORARY_LINK_PREFIX}-{os.getpid()}").symlink_to(temporary)
@@ -140,12 +144,12 @@ def _mounts_below(directories: list[Path]) -> list[Path]:
 
 
 def _run_directories(path: Path) -> list[Path]:
-    """Return the directory ``path`` of a run, and its temporary directories."""
+    """Return a run's directory ``path`` and its temporary directories."""
     return [path, *(link.resolve() for link in path.glob(f"*/{_TEMPORARY_LINK_PREFIX}-*"))]
 
 
 def _processes(path: Path, mark: str) -> dict[int, str]:
-    """Return {pid: description} of all processes that the run ``mark`` in ``path`` started, directly or indirectly."""
+    """Return {pid: description} of all processes started by the run ``mark``, whose directory is ``path``."""
     processes = {}
     variable = f"{session.RUN_VARIABLE}={mark}".encode()
     directories = [f"{directory}/" for directory in _run_directories(path)]
@@ -176,7 +180,7 @@ def _loop_devices() -> list[str]:
 
 
 def _cgroups() -> list[str]:
-    """Return the control groups of this run. Their paths contain the prefix of a gateway."""
+    """Return this run's control groups, whose paths contain the prefix of its gateways."""
     # os.walk ignores groups that are removed during the walk.
     groups = (Path(directory) for directory, _, _ in os.walk("/sys/fs/cgroup"))
     return [str(path) for path in groups if _belongs_to_run(path)]

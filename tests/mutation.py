@@ -1,7 +1,7 @@
 """Mutation testing of the pure modules: ``./dev mutation [SUBJECT…]``.
 
 mutmut changes one expression of a subject at a time and runs the subject's tests. A mutant that no test detects
-survives. Each subject is tested in its own tree below ``.cache/mutation``; the repository does not change.
+survives. Each subject is tested in its own tree below ``.cache/mutation``; the repository itself is not modified.
 """
 
 from __future__ import annotations
@@ -110,7 +110,7 @@ def run_mutmut(subject: Subject, directory: Path) -> Result:
 
 
 def prepare_tree(subject: Subject, directory: Path) -> None:
-    """Copy the sources (to ``src``) and the tests that mutmut needs to ``directory``."""
+    """Fill ``directory`` with the sources (in ``src``), the tests and the settings that mutmut needs."""
     shutil.rmtree(directory, ignore_errors=True)
     collection = directory / COLLECTION
     collection.mkdir(parents=True)

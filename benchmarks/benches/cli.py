@@ -74,7 +74,7 @@ def _create_sandboxes(gateway: MemoryGateway) -> None:
 
 
 def _time(arguments: list[str], root: Path) -> float:
-    """Run a Python program with arguments. Returns its duration in milliseconds. Raises CalledProcessError."""
+    """Run a Python program with arguments. Returns the milliseconds, or raises CalledProcessError if it fails."""
     environment = {name: value for name, value in os.environ.items() if name != "PYTHONDONTWRITEBYTECODE"}
     environment["PYTHONPYCACHEPREFIX"] = str(root / "bytecode")
     argv = [sys.executable, "-c", *arguments]

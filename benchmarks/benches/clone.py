@@ -1,4 +1,4 @@
-"""Measure cloning a running sandbox into n sandboxes, which is all-or-nothing."""
+"""Measure how long it takes to clone a running sandbox n times in one all-or-nothing operation."""
 
 from __future__ import annotations
 
@@ -86,7 +86,7 @@ async def _read_hostnames(host: KvmXfs, sandboxes: list[Sandbox]) -> list[str]:
 
 
 def _limit_count(host: KvmXfs, source: Sandbox, requested: int, result: Result) -> int:
-    """Return how many clones fit in memory, at most ``requested``. Estimates this from the memory of the source."""
+    """Return how many clones fit in memory, at most ``requested``, estimated from the memory of the source."""
     clone_bytes = max(_MIN_BYTES_PER_CLONE, host.live.do(host.live.engine.sandboxes.usage(source.id)).memory_bytes)
     max_clones = max(1, (available_memory() - _RESERVED_BYTES) // clone_bytes)
     if max_clones < requested:

@@ -91,7 +91,7 @@ class Connection:
 
 
 class _Forks:
-    """Creates the inventories: with the first fork over SSH or the connection plugin, and with all forks."""
+    """Creates the inventories: the first fork over SSH, the first fork over the connection plugin, and all forks."""
 
     def __init__(self, scratch: Path, socket: str, ids: list[str], address: str, key: Path) -> None:
         self.scratch = scratch

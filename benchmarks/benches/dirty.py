@@ -1,4 +1,4 @@
-"""Measure how the pause of a capture grows with the memory that changed since the last capture."""
+"""Measure how the pause of a capture grows with the amount of memory that has changed since the last capture."""
 
 from __future__ import annotations
 

@@ -84,7 +84,7 @@ class JailZfs:
 class RawCommands:
     """Measures the floor: ``zfs clone``, ``ifconfig …`` and ``jail -c …`` as the host ran them for one fork.
 
-    The commands get new names, and run one after the other in the order in which the host started them.
+    The commands are given new names, and run one after another in the order in which the host started them.
     """
 
     def __init__(self, live: Live, host: JailZfsHost, sandbox: Sandbox, commands: list[tuple[str, ...]]) -> None:
@@ -282,7 +282,7 @@ def _measure_raw_snapshot(snapshot: str, number: int) -> float:
 
 
 def _measure_concurrent_forks(ctx: Context, live: Live, answers: Answers, plan: dict[int, int], result: Result) -> None:
-    """Measure the creation of n forks of a snapshot, which is all-or-nothing."""
+    """Measure how long it takes to create n forks of a snapshot in one all-or-nothing operation."""
     source = live.do(live.engine.forks.create(TEMPLATE, ForkSpec()))
     snapshot = live.do(live.engine.snapshots.create(source.id))
     live.do(live.engine.sandboxes.delete(source.id))

@@ -89,7 +89,7 @@ class _Waits:
 def _capture_repeatedly(
     host: KvmXfs, source: Snapshot, machine: RawMachine, rounds: int, captures: _Captures, steps: Steps
 ) -> None:
-    """Capture one sandbox repeatedly, until there are ``rounds`` captures or it has written too much memory."""
+    """Capture one sandbox repeatedly, until there are ``rounds`` captures or one of them wrote too much memory."""
     sandbox, previous = host.create_sandbox(source.id), source
     time.sleep(1)
     while len(captures.snapshots) < rounds:

@@ -1,4 +1,4 @@
-"""Measure the duration of a rollback, and how long the sandbox does not answer."""
+"""Measure how long a rollback takes, and for how long the sandbox does not answer."""
 
 from __future__ import annotations
 

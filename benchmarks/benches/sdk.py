@@ -100,7 +100,7 @@ def _create_snapshot(gateway: Gateway) -> str:
 
 @contextmanager
 def _sandbox(gateway: Gateway, url: str, snapshot: str) -> Iterator[tuple[Sandbox, Sandbox, dict[str, Any]]]:
-    """Yield one sandbox over both routes (through the gateway, directly), and the URL and headers of each route."""
+    """Yield one sandbox over both routes (through the gateway and directly), and the URL and headers of each route."""
     gateway_sandbox = Sandbox.create(snapshot)
     try:
         address = gateway.call("GET", f"/sandboxes/{gateway_sandbox.sandbox_id}")["address"]
@@ -142,7 +142,7 @@ def _time_first_result(snapshot: str) -> float:
 
 
 def _time_first_result_in_process(host: KvmXfs, snapshot: Snapshot) -> float:
-    """Do the same with the engine in this process and the agent of the fork."""
+    """Create a fork in this process, run the same code through its agent, and return the milliseconds."""
     engine = host.live.engine
 
     def create_and_run() -> Any:

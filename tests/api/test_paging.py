@@ -1,4 +1,4 @@
-"""Pages stay correct while entries are created and removed."""
+"""Test that pages stay correct while entries are created and removed."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Routes of prewarm, above an in-memory host."""
+"""Test the prewarm routes with an in-memory host."""
 
 from __future__ import annotations
 

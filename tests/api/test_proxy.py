@@ -1,4 +1,4 @@
-"""Requests to ports inside sandboxes: streamed in both directions, without the gateway's secrets."""
+"""Test that requests to ports in sandboxes are streamed in both directions, without the gateway's secrets."""
 
 from __future__ import annotations
 
@@ -485,7 +485,7 @@ _ENDINGS = {
 def test_all_connections_end_with_the_machine(
     memory_gateway: MemoryGateway, api: httpx.Client, sandbox: dict[str, Any], ending: str
 ) -> None:
-    """The service outlives the machine and closes nothing, like one in a virtual machine that was killed."""
+    """The service outlives the machine and closes no connections, as when a virtual machine is killed."""
     api.post("/sandboxes/one/snapshots", json={"name": "s1"})
     incomplete_response = b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n5\r\nfirst\r\n"
     sandbox_host = f"Host: {host(sandbox, PORT)}"
@@ -549,7 +549,7 @@ def test_idle_connections_end_with_the_machine(
 
 
 def test_cancellation_at_any_await_leaks_no_connection() -> None:
-    """An agent that ended has closed its idle connections. A request that removes them is cancelled at each await."""
+    """The agent has exited and closed its idle connections. A request that removes them is cancelled at each await."""
     asyncio.run(_cancel_at_each_await())
 
 

@@ -1,4 +1,4 @@
-"""Routes of sandboxes, through a served gateway."""
+"""Test the sandbox routes of a running gateway."""
 
 from __future__ import annotations
 

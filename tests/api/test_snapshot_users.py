@@ -1,4 +1,4 @@
-"""The users of snapshots on a host whose snapshots depend on each other, and the predictions of check mode."""
+"""Test the users of snapshots, and check mode's predictions, on a host whose snapshots depend on each other."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Routes of snapshots and the lineage."""
+"""Test the snapshot routes and the lineage route."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Routes of templates and builds."""
+"""Test the template and build routes."""
 
 from __future__ import annotations
 
@@ -133,7 +133,7 @@ def test_new_files_at_the_path_do_not_make_a_template_outdated(
 def test_whether_a_template_of_an_older_gateway_is_outdated_may_be_unknown(
     memory_gateway: MemoryGateway, api: httpx.Client, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Older records do not have the digest of the files at the path."""
+    """The records of older gateways do not contain the digest of the template's source files."""
     tarball = tmp_path / "rootfs.tar"
     tarball.write_bytes(b"one")
     build(api, {"name": "mine", "from": "rootfs", "path": str(tarball)})
@@ -145,7 +145,7 @@ def test_whether_a_template_of_an_older_gateway_is_outdated_may_be_unknown(
 
 
 def build(api: httpx.Client, body: dict[str, Any]) -> dict[str, Any]:
-    """Build a template, and return it as the API describes it."""
+    """Build a template, and return the API's representation of it."""
     response = api.post("/templates", json=body)
     assert response.status_code == 202
     route = f"/templates/{response.json()['templateID']}/builds/{response.json()['buildID']}"

@@ -1,4 +1,4 @@
-"""A client that starts many machines does not delay other clients by more than one start."""
+"""Test that a client that starts many machines delays other clients by at most one start."""
 
 from __future__ import annotations
 

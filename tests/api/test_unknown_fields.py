@@ -1,4 +1,4 @@
-"""Unknown fields in bodies cause a warning, or with `?strict=true` an error."""
+"""Test that unknown fields in request bodies cause a warning or, with `?strict=true`, an error."""
 
 from __future__ import annotations
 
@@ -108,7 +108,7 @@ def test_an_unsupported_field_of_a_client_is_refused(
 
 
 def test_all_unsupported_fields_are_reported(api: httpx.Client) -> None:
-    """This is what the client of CubeSandbox sends for `Template.build(name="base", image="nginx", cpu_count=...)`."""
+    """This is what the CubeSandbox client sends for `Template.build(name="base", image="nginx", cpu_count=...)`."""
     templates = api.get("/templates").json()
     body = {"image": "nginx:latest", "name": "base", "cpu": 2000, "memory": 4096, "exposedPorts": [80]}
     message = check_refused(api.post("/templates", json=body), 400, "unsupported")
@@ -199,7 +199,7 @@ def test_a_warning_is_short_and_printable(api: httpx.Client) -> None:
 
 
 def test_checking_a_large_body_is_fast() -> None:
-    """The check blocks the event loop."""
+    """The check must be fast because it blocks the event loop."""
     many_fields = {f"tmeout{number}" + "x" * 100: 1 for number in range(30_000)}
     many_mounts = {"volumeMounts": [{}] * 1_000_000}
     started_at = time.process_time()

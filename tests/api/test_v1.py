@@ -1,4 +1,4 @@
-"""forkd's API, on a served gateway; some tests use the published client."""
+"""Test forkd's API on a running gateway, in part with the published client."""
 
 from __future__ import annotations
 

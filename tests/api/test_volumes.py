@@ -1,4 +1,4 @@
-"""Routes of volumes, and volumes in the responses of other routes."""
+"""Test the volume routes, and volumes in the responses of other routes."""
 
 from __future__ import annotations
 

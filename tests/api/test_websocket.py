@@ -1,4 +1,4 @@
-"""WebSockets to services inside, over real sockets at both ends."""
+"""Test WebSockets to services in sandboxes, over real sockets at both ends."""
 
 from __future__ import annotations
 
@@ -363,7 +363,7 @@ def test_a_disconnect_during_the_handshake_reaches_the_service(
 
 
 async def _send_pings(connection: ServerConnection) -> None:
-    """Send pings from the service without end, and never read the pongs."""
+    """Keep sending pings from the service, and never read the pongs."""
     connection.transport.pause_reading()
     frame = b"\x89\x7d" + b"x" * 125
     for _ in range(1 << 20):
@@ -387,7 +387,7 @@ def test_a_client_that_ignores_pongs_is_disconnected(
 
 
 def test_fragments_are_forwarded_as_they_arrive(memory_gateway: MemoryGateway, sandbox: dict[str, Any]) -> None:
-    """The gateway forwards a large frame before all of it has arrived."""
+    """The gateway starts to forward a large frame before all of it has arrived."""
     received: list[str | bytes] = []
 
     async def stream(connection: ServerConnection) -> None:

@@ -1,4 +1,4 @@
-"""The daemon `sandbox-gateway`: how it starts, fails to start, and stops."""
+"""Test how the daemon `sandbox-gateway` starts, fails to start, and stops."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Parse and format sizes, durations, pairs and lists."""
+"""Test the parsing and formatting of sizes, durations, pairs and lists."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`sandboxctl`, run in this process against a served gateway: its standard output, standard error and exit codes."""
+"""Test the output, errors and exit codes of `sandboxctl`, run in this process against a running gateway."""
 
 from __future__ import annotations
 

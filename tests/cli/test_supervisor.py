@@ -1,4 +1,4 @@
-"""Notifications that the daemon sends to a service manager."""
+"""Test the notifications that the daemon sends to a service manager."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ asyncio.run(serving.run(load(Path(sys.argv[1]))))
 
 
 class Manager:
-    """Starts the daemon and receives its notifications."""
+    """A service manager that starts the daemon and receives its notifications."""
 
     def __init__(self, run: Path, environment: dict[str, str], opens_in: float) -> None:
         config, notify_path = run / "config.toml", run / "notify.sock"
@@ -55,14 +55,14 @@ class Manager:
         return self.socket.recv(100)
 
     def receive_until(self, state: bytes) -> list[bytes]:
-        """Return the notifications before ``state``."""
+        """Wait for the notification ``state``, and return those that arrived before it."""
         states: list[bytes] = []
         while (state_received := self.receive()) != state:
             states.append(state_received)
         return states
 
     def stop(self, number: signal.Signals) -> str:
-        """Send a signal, and return the daemon's standard error."""
+        """Send a signal to the daemon, wait until it exits, and return its standard error."""
         self.process.send_signal(number)
         try:
             return self.process.communicate(timeout=60)[1].decode()

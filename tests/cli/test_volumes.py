@@ -1,4 +1,4 @@
-"""`sandboxctl volume`, and the volume options of other commands."""
+"""Test `sandboxctl volume`, and the volume options of other commands."""
 
 from __future__ import annotations
 

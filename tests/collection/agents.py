@@ -1,7 +1,7 @@
 """A real gateway with real agents, but without virtual machines.
 
-Each sandbox is an agent process on a loopback address that uses this machine's files and users. The data plane works
-as on any host.
+Each sandbox is an agent process, which listens on a loopback address and uses this machine's files and users. The data
+plane works as on any host.
 """
 
 from __future__ import annotations

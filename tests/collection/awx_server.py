@@ -1,4 +1,4 @@
-"""A test double of AWX: the parts of ``/api/v2`` that the playbook declare.yml and the launch of its jobs need.
+"""A test double of AWX: the parts of ``/api/v2`` that are needed to run declare.yml and to launch its jobs.
 
 It rejects invalid requests. It accepts only fields for which the modules of awx.awx have options, with the same types
 and choices. Referenced objects must exist, names must be unique, surveys and credential types must follow AWX's rules,
@@ -106,7 +106,7 @@ def validation_error(field: str, message: str) -> RefusedRequest:
 class Awx:
     """The state of AWX.
 
-    ``tree`` is the directory that serves as the contents of every project. ``writes`` lists all changes of the state,
+    ``tree`` is the directory that serves as the contents of every project. ``writes`` lists all changes to the state,
     as (method, path).
     """
 
@@ -417,7 +417,7 @@ class _Handler(BaseHTTPRequestHandler):
         return "client"
 
     def log_message(self, *_: Any) -> None:
-        """Suppress the log of requests."""
+        """Do not log requests."""
 
 
 @contextlib.contextmanager

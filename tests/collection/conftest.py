@@ -1,4 +1,4 @@
-"""Gateways for the collection's tests: one backed by an in-memory host, with faults, and one with virtual machines."""
+"""Gateways for the collection's tests: one on an in-memory host with injectable faults, one with virtual machines."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def _faulty_gateway() -> Iterator[FaultyGateway]:
 
 @pytest.fixture
 def faulty_gateway(_faulty_gateway: FaultyGateway) -> Iterator[FaultyGateway]:
-    """A gateway backed by an in-memory host that has only a template. Tests set its faults."""
+    """A gateway that has only a template, on an in-memory host into which tests inject faults."""
     yield _faulty_gateway
     _faulty_gateway.reset()
 
@@ -43,7 +43,7 @@ each_execution = pytest.mark.parametrize(
 
 @pytest.fixture(params=_EXECUTION_KEYWORDS)
 def keywords(request: pytest.FixtureRequest) -> dict[str, Any]:
-    """Keywords that make a play run the action plugin, or the module (because of ``environment``)."""
+    """Play keywords with which tasks run as the action plugin or, if ``environment`` is set, as the module."""
     return _EXECUTION_KEYWORDS[request.param]
 
 
@@ -51,8 +51,8 @@ def keywords(request: pytest.FixtureRequest) -> dict[str, Any]:
 def target(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Target]:
     """Two targets: a gateway backed by an in-memory host, and a gateway with real machines.
 
-    The second one is the gateway at SANDBOX_GATEWAY_URL, with the template SANDBOX_TEST_TEMPLATE, or a gateway that the
-    test run starts.
+    The latter is the gateway at SANDBOX_GATEWAY_URL, with the template SANDBOX_TEST_TEMPLATE. If the URL is not set, it
+    is a gateway that the test run starts.
     """
     if request.param == "memory":
         yield request.getfixturevalue("memory_target")

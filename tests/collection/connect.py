@@ -44,7 +44,7 @@ def main() -> None:
 
 
 def set_inventory_variables(connection: Any, variables: dict[str, Any]) -> None:
-    """Pass the variables to the connection as the variables of an inventory host, as a task does."""
+    """Set the variables on an inventory host and on the connection, as Ansible does before it runs a task."""
     from ansible.inventory.manager import InventoryManager
     from ansible.parsing.dataloader import DataLoader
     from ansible.vars.hostvars import HostVars

@@ -39,11 +39,11 @@ RESOURCE_KINDS: dict[str, Any] = {
 
 @dataclass(frozen=True, eq=False)
 class Case:
-    """One row of the page.
+    """A test case, which is also one row of docs/predictions.md.
 
-    ``setup_tasks`` set up the case; ``changes`` then change it, as (change, name of the target). ``repeated_actions``
-    lists the actions of a second run, with their reason, if there are any. ``unpredicted_error`` is the kind of an
-    error that only the run reports; ``error_kind`` is the kind of an error that both report.
+    ``setup_tasks`` set up the case; ``changes`` then modify the setup, as (change, name of the target).
+    ``repeated_actions`` says which actions a second run still performs, and why. ``error_kind`` is the kind of an error
+    that both check mode and the run report; ``unpredicted_error`` is the kind of an error that only the run reports.
     """
 
     module: str

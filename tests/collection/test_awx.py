@@ -1,4 +1,4 @@
-"""Test playbooks/awx: declare all resources in a double of AWX, and run its jobs with ansible-runner."""
+"""Test playbooks/awx: declare all resources in a test double of AWX, and run its jobs with ansible-runner."""
 
 from __future__ import annotations
 
@@ -338,7 +338,7 @@ def test_the_build_job_builds_a_template(declaration: Declaration, launch: Launc
 
 
 def test_the_rollback_job_restores_a_snapshot_of_the_nightly_job(declaration: Declaration, launch: Launch) -> None:
-    """Uses the survey answers of the schedule. The rollback job runs in check mode first."""
+    """The nightly job uses the schedule's survey answers. The rollback job runs in check mode first."""
     create_sandbox(declaration, "web", team="blue")
     create_sandbox(declaration, "other")
     answers = declaration.awx.find_by_name("schedules", "Every night")["extra_data"]
@@ -373,7 +373,7 @@ def test_the_fork_and_test_job_promotes_a_variant(declaration: Declaration, laun
 
 
 class Host:
-    """The directory and variables of an installation. Both kinds of hosts use the same programs."""
+    """A stand-in for a managed host: the directory and variables of an installation. All hosts share their programs."""
 
     def __init__(self, root: Path, kind: str) -> None:
         self.root, self.network = root / kind, session.network()
@@ -400,7 +400,7 @@ class Host:
         return tomllib.loads((self.root / "etc" / "config.toml").read_text())
 
     def remove(self, role: str, **options: Any) -> None:
-        """Remove the installation. ``options`` are options of the role gateway, or ``command_prefix``."""
+        """Remove the installation. ``options`` are variables of the role ``gateway``, or ``command_prefix``."""
         command_prefix = options.pop("command_prefix", ())
         for each in ("gateway", role):
             removal_options = {f"{each}_state": "absent", f"{each}_remove_data": True}
@@ -433,7 +433,7 @@ def linux_host(root: Path) -> Iterator[Host]:
 
 @pytest.mark.in_order
 def test_the_install_job_for_a_kvm_host_is_idempotent(linux_host: Host, launch: Launch, tmp_path: Path) -> None:
-    """After the play of docs/recipes.md has installed the host, the job with the same answers changes nothing."""
+    """After the play of docs/recipes.md has installed the host, a job with the same answers changes nothing."""
     inventory = tmp_path / "hosts.yml"
     local_host = {"ansible_connection": "local", "ansible_python_interpreter": "/usr/bin/python3"}
     inventory.write_text(json.dumps({"sandbox_hosts": {"hosts": {"here": local_host}}}))
@@ -454,7 +454,7 @@ def test_the_install_job_for_a_kvm_host_is_idempotent(linux_host: Host, launch: 
 
 @pytest.fixture
 def freebsd_host(linux_host: Host, root: Path, tmp_path: Path) -> Iterator[tuple[Host, tuple[str, ...]]]:
-    """A host with doubles of FreeBSD's commands, and the command prefix to enter it. Uses the Linux host's programs."""
+    """A host with test doubles of FreeBSD's commands, and the command prefix that runs a command on this host."""
     with pools.pool(f"t{session.run_id()}i", session.run_dir()) as pool, shim_in(tmp_path) as shim:
         host = Host(root, "jail_zfs")
         path = f"{shim.environ['PATH']}:{Path(sys.executable).parent}"
@@ -483,7 +483,7 @@ def freebsd_host(linux_host: Host, root: Path, tmp_path: Path) -> Iterator[tuple
 
 @pytest.mark.in_order
 def test_the_install_job_installs_a_jail_host(freebsd_host: tuple[Host, tuple[str, ...]], launch: Launch) -> None:
-    """Depends on the previous test, because packages cannot be downloaded where the doubles replace the commands."""
+    """Uses the packages that the previous test downloaded, because this host has no access to the internet."""
     host, command_prefix = freebsd_host
     cache = {"install_gateway_config": {"host": {"cache_root": str(session.cache_dir())}, "network": {"pool": 1}}}
     options = {**host.variables, **cache, "install_kind": "jail_zfs"}

@@ -496,7 +496,7 @@ def test_a_paused_sandbox_is_reported_as_unreachable(gateway: MemoryGateway, web
 
 
 def test_a_play_in_a_fork_of_a_real_machine(shared_gateway: Gateway, template: str, tmp_path: Path) -> None:
-    """Uses both plugins, as several users, on a virtual machine that was forked while it ran."""
+    """Uses the inventory and connection plugins, as several users, on a virtual machine that was forked live."""
     api = shared_gateway
     source = api.call("POST", "/sandboxes", {"templateID": template, "name": "plugins"})["sandboxID"]
     try:
@@ -537,7 +537,7 @@ def test_a_play_in_a_fork_of_a_real_machine(shared_gateway: Gateway, template: s
 
 
 def _play_for_fork(scratch: Path) -> dict[str, Any]:
-    """Return a play with few modules, because they are slow in an emulated machine."""
+    """Return a play that uses few modules, because modules are slow in an emulated machine."""
     return {
         "hosts": "head_plugins_golden:&metadata_role_a_b",
         "gather_facts": False,

@@ -1,4 +1,4 @@
-"""Test every module, state and option: check mode predicts the run, a second run changes nothing, diffs are readable.
+"""Test every module, state and option: predictions are exact, a second run changes nothing, and diffs are readable.
 
 The gateway and its engine are real, but the host is in memory (tests/api/memory_host.py), because predictions depend
 only on the engine. test_modules.py and test_volumes.py test the modules with real machines. docs/predictions.md shows
@@ -35,7 +35,7 @@ MAX_DIFF_LINES = 60
 
 @dataclass(frozen=True)
 class Outcome:
-    """The results of a case: in check mode, of the run, and of a second run."""
+    """The results of a case: of check mode, of the run, and of a second run."""
 
     case: Case
     prefix: str
@@ -88,7 +88,7 @@ class ShellHost(memory_host.MemoryHost):
 
 
 def change_setup(gateway: MemoryGateway, target: Target, change: str, name: str) -> None:
-    """Change the setup of a case.
+    """Apply one of a case's changes to its setup.
 
     ``write`` writes a file in a sandbox; ``end`` stops its machine; ``outdate`` makes a template look as if another
     version of the gateway had built it; ``keep`` makes the host keep the snapshots of a volume, as a jail host does.
@@ -254,7 +254,7 @@ def format_diff(outcome: Outcome) -> str:
 
 
 def differences(before: Any, after: Any, path: str = "") -> Iterator[tuple[str, Any, Any]]:
-    """Yield the path, the old and the new value of each leaf that differs. A missing value is None."""
+    """Yield the path, the old value and the new value of each leaf that differs. A missing value is None."""
     if isinstance(before, dict) and isinstance(after, dict):
         for key in [*before, *(key for key in after if key not in before)]:
             yield from differences(before.get(key), after.get(key), f"{path}.{key}" if path else key)
@@ -271,5 +271,5 @@ def format_value(value: Any) -> str:
 
 
 def remove_changing_parts(text: str, prefix: str) -> str:
-    """Remove the parts that differ between runs: the case's prefix, and ids."""
+    """Remove the parts that differ between runs: ids and the case's prefix."""
     return re.sub(r"\b[0-9a-f]{12}\b", "…", text.replace(prefix, ""))

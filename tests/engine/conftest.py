@@ -29,7 +29,7 @@ def _shared(world: World) -> Iterator[Live]:
 
 @pytest.fixture
 def live(_shared: Live, world: World) -> Iterator[Live]:
-    """An engine that all tests share. It is emptied after each test, which fails if it leaves anything behind."""
+    """An engine that all tests share. It is emptied after each test, and the test fails if anything remains."""
     before = world.traces(_shared.config)
     yield _shared
     _shared.remove_all()

@@ -1,4 +1,4 @@
-"""Captures create snapshots that do not depend on their source."""
+"""Test that captures create snapshots that do not depend on their source."""
 
 from __future__ import annotations
 

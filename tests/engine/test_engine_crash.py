@@ -1,4 +1,4 @@
-"""After the gateway is killed during an operation, each object is either complete or absent.
+"""Test that each object is either complete or absent after the gateway is killed during an operation.
 
 By default, each operation is killed at a few of its steps; with GROVE_CRASH_POINTS=all, at every step.
 """
@@ -37,7 +37,7 @@ class Scenario:
 
     @contextlib.contextmanager
     def prepared(self) -> Iterator[None]:
-        """Prepare the state. The caller must restore it. After a failure, the next call creates it again."""
+        """Context manager: create the state unless it exists. After a failure, the next call creates it again."""
         try:
             if self._config is None:
                 self._config = self.world.config()
@@ -100,7 +100,7 @@ def check_lineage(live: Live, when: str) -> None:
 
 
 def choose_steps(steps: int, qmp: list[int]) -> list[int]:
-    """Return CRASH_POINTS evenly spread steps. At least one of them is a QMP command, if there are any."""
+    """Return CRASH_POINTS evenly spaced steps, of which at least one is a QMP command if there are any."""
     count = int(CRASH_POINTS)
     chosen_steps = {1 + int((point + 0.5) / count * steps) for point in range(count)}
     if qmp and not chosen_steps & {*qmp}:
@@ -224,7 +224,7 @@ MOUNTED_VOLUMES = ("one", "two")
 
 
 def prepare_unused_volume(live: Live) -> None:
-    """Create a volume that contains "after", and a snapshot of it that contains "before"."""
+    """Ensure that the unused volume contains "after" and has a snapshot that contains "before"."""
     live.do(live.engine.attachments.attach("source", MountSpec("idle", "/idle")))
     if not live.engine.volumes.list_snapshots("idle"):
         live.shell("source", "echo before >/idle/kept && sync")

@@ -1,4 +1,4 @@
-"""Forks of a snapshot continue from the same state, and are then independent of each other."""
+"""Test that forks of a snapshot continue from the same state, and are then independent of each other."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Each kind of host measures its running machines from outside."""
+"""Test that each kind of host measures the load of its running machines from outside."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Prewarmed forks on real machines: forks of snapshots are held, and forks of templates run until they are claimed."""
+"""Test prewarming on real machines: forks of snapshots are held, and forks of templates run until they are claimed."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def with_prewarm(world: World) -> None:
 
 
 def keep_ready(live: Live, ref: str, count: int) -> None:
-    """Set the target of a snapshot, and wait until that many forks are ready."""
+    """Set a snapshot's prewarm target, and wait until that many forks are ready."""
     live.do(live.engine.prewarm.set_target(ref, count))
     snapshot = live.engine.snapshots.get(ref)
     eventually(lambda: live.engine.prewarm.level(snapshot).ready == count, 120)

@@ -1,4 +1,4 @@
-"""The index changes only after the host has committed, and lineage survives deletions. Uses an in-memory host."""
+"""Test, on an in-memory host, that the index changes only after a commit and that lineage survives deletions."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from tests.support.memory_engine import Gate, wait_until
 
 
 class FaultyHost(MemoryHost):
-    """A host that cannot save records while ``broken``, or remove the snapshots in ``unremovable``."""
+    """A host that fails to save records while ``broken`` is true, and to remove the snapshots in ``unremovable``."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -149,7 +149,7 @@ def test_a_stopped_machine_is_recorded_even_if_the_save_fails(live: Live, host: 
 
 
 def test_a_failed_save_of_a_clones_snapshot_keeps_its_volumes(live: Live, host: FaultyHost) -> None:
-    """The collector removes the snapshots of volumes, and then updates the record if it can be saved."""
+    """The record lists the volumes until the collector has removed their snapshots and can save the new record."""
     live.do(_mount_volume(live.engine))
     spec = ForkSpec(names=["fork"], mounts=[MountSpec("data", "/data", clone=True)])
     host.broken_snapshots = True
@@ -205,7 +205,7 @@ def test_children_of_a_hidden_snapshot_are_listed_in_its_place(live: Live) -> No
 
 
 def test_descendants_are_saved_before_the_snapshot_is_removed(live: Live, host: FaultyHost) -> None:
-    """In this order, a crash in between leaves a complete tree."""
+    """Because of this order, a crash between the two steps leaves a complete tree."""
     _create_chain(live, "one", "two", "three")
     removed, child = live.engine.snapshots.get("two").id, live.engine.snapshots.get("three").id
     host.log.clear()

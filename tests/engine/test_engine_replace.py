@@ -1,4 +1,4 @@
-"""Operations that stop or replace a sandbox's machine: rollback, promote, pause, resume and timeouts."""
+"""Test operations that stop or replace a sandbox's machine: rollback, promote, pause, resume and timeouts."""
 
 from __future__ import annotations
 

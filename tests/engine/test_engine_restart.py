@@ -1,4 +1,4 @@
-"""After a restart, the gateway adopts running machines and completes or undoes interrupted operations."""
+"""Test that a restarted gateway adopts running machines and completes or undoes interrupted operations."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Volumes are shared, limited in size, captured with a sandbox, cloned for a fork, and protected while in use."""
+"""Test that volumes are shared, limited in size, captured with sandboxes, cloned for forks, and protected in use."""
 
 from __future__ import annotations
 

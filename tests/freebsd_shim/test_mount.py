@@ -93,7 +93,7 @@ def test_symlinks_in_the_target_are_resolved(shim: Shim, directories: tuple[Path
 def test_a_symlink_created_during_a_mount_is_followed_and_shown(
     shim: Shim, directories: tuple[Path, Path], tmp_path: Path
 ) -> None:
-    """A thread swaps the target all the time. The mount table shows the real path of the mount."""
+    """A thread keeps swapping the target. The mount table shows the real path of the mount."""
     source, target = directories
     outside, target = tmp_path / "outside", target / "swapped"
     outside.mkdir()

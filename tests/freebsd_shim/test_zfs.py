@@ -1,4 +1,4 @@
-"""Test that a jail on a ZFS clone keeps the dataset in use for exactly as long as it exists."""
+"""Test that a jail on a ZFS clone keeps the dataset in use for exactly as long as the jail exists."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def pool(need_root: None, tmp_path_factory: pytest.TempPathFactory) -> Iterator[
 
 
 def destroy(dataset: str) -> None:
-    """Destroy a dataset. Retries as the host does, because zfs-fuse reports a mounted dataset as busy once."""
+    """Destroy a dataset. Retries, as the host does, because zfs-fuse at first reports a mounted dataset as busy."""
     for _ in range(20):
         if pools.run("zfs", "destroy", dataset, check=False).returncode == 0:
             return

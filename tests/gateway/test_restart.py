@@ -1,4 +1,4 @@
-"""Sandboxes keep running while the daemon is killed or stopped, and started again."""
+"""Test that sandboxes keep running while the daemon is killed or stopped, and then started again."""
 
 from __future__ import annotations
 

@@ -23,7 +23,7 @@ def zpool(need_root: None) -> Iterator[pools.Pool]:
 
 @pytest.fixture
 def root(zpool: pools.Pool) -> Iterator[str]:
-    """Create a mounted dataset for the test. Destroyed at the end with everything below it."""
+    """Create a mounted dataset for the test, and destroy it afterwards together with everything below it."""
     name = f"{zpool.name}/r{next(_dataset_numbers)}"
     pools.run("zfs", "create", name)
     yield name

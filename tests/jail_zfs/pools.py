@@ -1,4 +1,4 @@
-"""Create private pools on real ZFS. Starts zfs-fuse's daemon if it is not running, and stops it after the last pool."""
+"""Create private pools on real ZFS. Starts the zfs-fuse daemon if necessary, and stops it when no pools are left."""
 
 from __future__ import annotations
 
@@ -90,8 +90,8 @@ def _is_running(pid: int) -> bool:
 def destroy_all(dataset: str) -> None:
     """Destroy a dataset and everything below it.
 
-    Retries, because zfs-fuse reports each mounted dataset as busy once, and also while a mount namespace that another
-    test created still has it mounted.
+    Retries, because zfs-fuse reports a mounted dataset as busy at the first attempt, and for as long as the dataset is
+    mounted in a mount namespace that another test created.
     """
     deadline = time.monotonic() + 60
     while (result := run("zfs", "destroy", "-R", dataset, check=False)).returncode != 0:
@@ -111,7 +111,7 @@ def _exclusive() -> Iterator[Path]:
 
 @contextlib.contextmanager
 def pool(name: str, directory: Path, *, megabytes: int = 1024) -> Iterator[Pool]:
-    """Create a pool on a sparse file in ``directory``, mounted there. At the end, destroy it with all its datasets."""
+    """Create a pool on a sparse file in ``directory``, mount it there, and destroy it with all datasets at the end."""
     image, mount_point = directory / f"{name}.img", directory / name
     with _exclusive() as pid_file:
         if not is_zfs_available():
@@ -149,8 +149,8 @@ def _keep_responsive(mount_point: Path) -> Iterator[None]:
     """Send requests to zfs-fuse inside the context, so that it cannot hang.
 
     Its only listener polls all file systems, and then does a blocking read from one that has a request. If the kernel
-    withdraws that request in between, because its process was stopped or killed, zfs-fuse reads no request for any
-    file system until this one receives another request.
+    withdraws that request in between, because its process was stopped or killed, zfs-fuse reads no requests for any
+    file system until the one that it is reading from receives another request.
     """
     finished = threading.Event()
 
@@ -174,7 +174,10 @@ def _mounted_below(mount_point: Path) -> list[Path]:
 
 
 def _all_respond(mounts: list[Path], seconds: float) -> bool:
-    """Query the size of each file system. Returns whether all respond in time. Hung requests block only threads."""
+    """Query the size of each file system, and return whether all respond in time.
+
+    A request that hangs blocks only its thread.
+    """
 
     def query(mount: Path) -> None:
         with contextlib.suppress(OSError):
@@ -191,7 +194,7 @@ def _all_respond(mounts: list[Path], seconds: float) -> bool:
 
 @contextlib.contextmanager
 def pinned() -> Iterator[None]:
-    """Keep all current mounts in use inside the context, even if they are unmounted, with a new mount namespace.
+    """Create a mount namespace that keeps all current mounts in use inside the context, even if they are unmounted.
 
     Other tests create such namespaces all the time. On FreeBSD, an unfinished forced unmount has the same effect.
     """

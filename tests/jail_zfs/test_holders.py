@@ -1,4 +1,4 @@
-"""Test the parser of `fstat`'s output, in which programs of a sandbox choose their own names."""
+"""Test the parser of `fstat`'s output, which contains program names that a sandbox can choose."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Test behaviour that only the jail/ZFS host has: confinement by jails, snapshots in ZFS, and its failures."""
+"""Test behaviour that only the jail/ZFS host has: confinement by jails, snapshots in ZFS, and failures."""
 
 from __future__ import annotations
 
@@ -414,7 +414,7 @@ def test_an_unusable_root_file_system_is_refused_and_removed(
 
 
 def test_a_planted_symlink_cannot_redirect_the_identity_mount(live: Live, tmp_path: Path) -> None:
-    """Root in a sandbox replaces the mount point of the identity. The sandbox starts without a mount on the host."""
+    """Root in a sandbox replaces /run, which contains the identity's mount point, with a symbolic link to /etc."""
     live.do(live.engine.forks.create(TEMPLATE, ForkSpec(names=["sly"])))
     live.shell("sly", "mkdir /root/other && cp -a /run/sandbox /root/copy; mv /run /run.old && ln -s /etc /run")
     live.do(live.engine.sandboxes.pause("sly"))

@@ -130,7 +130,7 @@ def test_a_volume_is_captured_and_cloned_with_its_sandbox(live: Live, jail_zfs_w
 def test_all_writers_are_stopped_during_a_capture(
     live: Live, jail_zfs_world: JailZfsWorld, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """This ZFS cannot take several snapshots atomically."""
+    """Writers must be stopped because zfs-fuse cannot take several snapshots atomically."""
     create_volume(live)
     create_box(live, "source", ("data", "/data"))
     create_box(live, "writer", ("data", "/data"))

@@ -1,4 +1,4 @@
-"""Test ZFS that is unavailable or fails during operations, with a zfs-fuse daemon in its own namespace."""
+"""Test the storage while ZFS is unavailable or fails, with a private zfs-fuse daemon in its own namespace."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Test the parsers of the output of `zfs`, which must parse any text correctly or refuse it with their exceptions."""
+"""Test the parsers of `zfs` output, which must parse any text correctly or reject it with their own exceptions."""
 
 from __future__ import annotations
 

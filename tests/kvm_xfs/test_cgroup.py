@@ -1,4 +1,4 @@
-"""Test control groups in the version of this machine (1, 2 or both)."""
+"""Test control groups with the versions that this machine uses (1, 2 or both)."""
 
 from __future__ import annotations
 

@@ -118,9 +118,7 @@ def test_detach_removes_a_missing_volume_by_its_id(gateway: RestartableGateway) 
 
 
 def test_collector_keeps_the_volume_and_the_capture_of_a_damaged_sandbox(gateway: RestartableGateway) -> None:
-    """The sandbox has a capture to resume from, and its own clone of a volume, which is normally removed with the
-    sandbox.
-    """
+    """The sandbox is paused, and has its own clone of a volume, which is normally removed together with it."""
     live = gateway.live
     live.do(live.engine.volumes.create("data", size_mb=64))
     live.do(live.engine.forks.create(TEMPLATE, ForkSpec(names=["source"], mounts=[MountSpec("data", "/data")])))

@@ -1,4 +1,4 @@
-"""Test the serial line to the agent, over which the gateway sends a fork with memory its identity."""
+"""Test the serial line to the agent, over which a fork with memory receives its identity."""
 
 from __future__ import annotations
 
@@ -34,8 +34,9 @@ def connection_times(monkeypatch: pytest.MonkeyPatch) -> list[float]:
 
 
 def test_forks_of_forks_receive_their_identity_over_the_line(live: Live, connection_times: list[float]) -> None:
-    """Each fork is captured immediately, before its agent can answer. So the next fork gets its identity while the
-    gateway and that agent still exchange messages.
+    """Each fork is captured immediately, before its agent can answer.
+
+    Therefore, the next fork receives its identity while the previous agent still exchanges messages with the gateway.
     """
     source = live.do(live.engine.forks.create(TEMPLATE, ForkSpec(names=["first"], env={"WHO": "first"})))
     for name in ("second", "third"):
@@ -55,7 +56,7 @@ def test_a_long_identity_is_sent_over_the_network(live: Live, connection_times: 
 
 
 def test_forks_have_a_line_even_if_the_source_has_none(live: Live, connection_times: list[float]) -> None:
-    """This happens if the gateway restarts: it adopts the running machine, but has no line to it."""
+    """A source has no line after a restart of the gateway, which adopts the running machine without a line to it."""
     source = live.do(live.engine.forks.create(TEMPLATE, ForkSpec(names=["source"])))
     machine, _ = live.engine.host._machines.require_running(source)  # type: ignore[attr-defined]
     assert machine.line is not None

@@ -61,7 +61,7 @@ def source(live: Live) -> str:
 
 
 class MemoryRecorder:
-    """Records the memory of a machine just before it resumes. After a capture, this is its memory in the last stop."""
+    """Records a machine's memory just before the machine resumes: after a capture, its memory during the last stop."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.last: NDArray[np.uint8] = np.empty(0, dtype=np.uint8)
@@ -93,7 +93,7 @@ def memory_image(live: Live, snapshot: Snapshot) -> Path:
 
 @pytest.fixture
 def disable_live_captures(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Copy all memory in one stop, even if the guest writes many pages between two captures, as on a slow machine."""
+    """Copy all memory in one stop, even if a guest on a slow machine writes many pages between two captures."""
     monkeypatch.setattr(capture, "LIVE_BYTES", 1 << 40)
 
 

@@ -1,7 +1,7 @@
 """Test network slots with real packets.
 
-The guest is a network namespace. A thread, instead of QEMU, forwards its frames to and from the slot's tap. A machine
-outside is another namespace, which is routed through the host.
+The guest is a network namespace. A thread, instead of QEMU, forwards its frames to and from the slot's tap. An
+outside machine is another namespace, whose traffic is routed through the host.
 """
 
 from __future__ import annotations
@@ -124,7 +124,7 @@ class NetworkNamespace:
 
 
 class Guest(NetworkNamespace):
-    """A machine on a slot's tap. Like a fork, ``attach`` moves it to another slot, which it does not notice."""
+    """A machine on a slot's tap. Like a fork, it does not notice when ``attach`` moves it to another slot."""
 
     def __init__(self, slot: Slot) -> None:
         super().__init__(slot.name.replace("-", "g"))
@@ -168,7 +168,7 @@ class Guest(NetworkNamespace):
 
 
 class OutsideMachine(NetworkNamespace):
-    """A machine outside the host at ``address``. It also receives packets from ``subnet`` to metadata services."""
+    """A machine outside the host, at ``address``. It also receives packets from ``subnet`` for metadata services."""
 
     def __init__(self, prefix: str, subnet: str) -> None:
         super().__init__(f"{prefix}out")
@@ -257,7 +257,7 @@ def has_address(address: str) -> bool:
 
 
 def traces(prefix: str) -> list[str]:
-    """Return the names of all objects on this machine that belong to slots of ``prefix``."""
+    """Return the names of all objects on this machine that belong to slots whose names start with ``prefix``."""
     names = [path.name for path in Path("/run/netns").iterdir()]
     names += [path.name for path in Path("/sys/class/net").iterdir()]
     tables = subprocess.run(["nft", "list", "tables"], capture_output=True, text=True, check=True, timeout=20).stdout

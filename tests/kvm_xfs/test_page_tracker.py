@@ -44,7 +44,7 @@ for line in sys.stdin:
 
 
 class Program:
-    """A process with the name of QEMU. It maps an image and writes to the pages that it reads from standard input."""
+    """A process that is named like QEMU. It maps an image, and writes to the pages listed on its standard input."""
 
     def __init__(self, directory: Path, alarms: str) -> None:
         program = directory / "qemu-system-test"
@@ -65,7 +65,7 @@ class Program:
         return Ram(self.process.pid, self.image)
 
     def write(self, *numbers: int) -> int:
-        """Make the process write to pages. Return how many alarms it has counted."""
+        """Make the process write to pages, and return how many alarm signals it has received so far."""
         assert self.process.stdin
         self.process.stdin.write(" ".join(map(str, numbers)) + "\n")
         self.process.stdin.flush()

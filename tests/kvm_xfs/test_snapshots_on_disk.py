@@ -16,7 +16,7 @@ from sandbox_gateway.records import Snapshot, SnapshotKind
 
 @pytest.fixture
 def synced_names(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """The names of the files and directories that were synced_names."""
+    """The names of the files and directories that have been synced."""
     names: list[str] = []
     monkeypatch.setattr(directory_records.os, "fsync", lambda descriptor: names.append(_name_of(descriptor)))
     monkeypatch.setattr(reflink, "unique_bytes", lambda path: 0)

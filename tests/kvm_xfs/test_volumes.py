@@ -127,7 +127,7 @@ class VolumeHost(KvmVolumes):
         return self.revoke_all(sandbox.instance, then)
 
     async def capture_sandbox(self, snapshot: Snapshot, captures: list[VolumeSnapshot]) -> None:
-        """Perform the steps of a host: capture the volumes, then commit the sandbox's snapshot."""
+        """Do what a host does to capture a sandbox: capture its volumes, then commit the sandbox's snapshot."""
         async with self.pending_snapshots(captures) as pending:
             await pending.clone_images()
             await pending.commit()
@@ -155,7 +155,7 @@ def host(root: Path) -> VolumeHost:
 
 
 async def reopen(host: VolumeHost, *sandboxes: Sandbox, snapshots: tuple[str, ...] = ()) -> tuple[VolumeHost, Scan]:
-    """Return the host of the next gateway on the state of ``host``, and the result of its scan."""
+    """Open the state of ``host`` as the next gateway does, and return the new host and the result of its scan."""
     reopened = VolumeHost(host.layout.root)
     reopened.addresses = host.addresses
     return reopened, await reopened.scan(*sandboxes, snapshots=snapshots)
@@ -791,7 +791,10 @@ async def test_a_server_that_cannot_be_started_does_not_block_the_gateway(
 
 
 def run_until_killed(host: VolumeHost, work: Coroutine[Any, Any, None], fatal_step: int) -> int:
-    """Run ``work`` in a process that dies at a step. Returns KILLED, or the number of steps if ``work`` ends first."""
+    """Run ``work`` in a child process that dies at step ``fatal_step``.
+
+    Returns KILLED, or the total number of steps if ``work`` finishes before that step.
+    """
     reader, writer = os.pipe()
     if (pid := os.fork()) == 0:
         steps = StepCounter(fatal_step)

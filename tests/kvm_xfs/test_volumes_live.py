@@ -1,4 +1,4 @@
-"""Test volumes in machines: captures of volumes, of the disk and of the memory are of the same instant."""
+"""Test volumes in running machines: a snapshot's volumes, disk and memory must be from the same instant."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def create_sandbox(live: Live, name: str, *mounts: MountSpec, template: str = TE
 
 
 def start_program(live: Live, ref: str, program: str) -> None:
-    """Start a Python program in the background of a sandbox."""
+    """Start a Python program in the background in a sandbox."""
     live.do(live.engine.commands.exec(ref, ["sh", "-c", "cat >/root/program"], stdin=program.encode()))
     live.shell(ref, "python3 /root/program </dev/null >/root/output 2>&1 &")
 
@@ -100,7 +100,7 @@ def test_capture_of_volumes_on_a_full_disk_fails_and_cleans_up(kvm_xfs_world: Kv
 
 
 def list_snapshot_files(root: Path) -> set[str]:
-    """Return the paths of all files and directories of snapshots and volumes."""
+    """Return the relative paths of all files and directories that belong to snapshots and volumes."""
     return {
         str(Path(directory, name).relative_to(root))
         for top in ("snapshots", "volumes")

@@ -9,7 +9,7 @@ from importlinter import Contract, ContractCheck, fields, output
 
 
 class ImportOnly(Contract):
-    """``modules`` and their submodules may import only themselves, the standard library and the ``extra_modules``."""
+    """Allows ``modules`` and their submodules to import only each other, the standard library and ``extra_modules``."""
 
     modules = fields.ListField(subfield=fields.StringField())
     extra_modules = fields.ListField(subfield=fields.StringField(), required=False, default=[])

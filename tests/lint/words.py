@@ -172,7 +172,7 @@ def _call_texts(node: ast.Call) -> Iterator[Prose]:
 
 
 def _literal_text(node: ast.expr) -> Iterator[Prose]:
-    """Yield the text of a literal, with CODE for its values. Ignores texts of fewer than two words."""
+    """Yield the text of a literal, with CODE in place of interpolated values. Ignores texts of fewer than two words."""
     text = _literal_string(node)
     if text and " " in text.strip():
         yield from _paragraphs(node.lineno, text)
@@ -224,14 +224,14 @@ def _description_texts(value: Any) -> Iterator[str]:
 
 
 class _Loader(yaml.SafeLoader):
-    """Replaces tags such as !unsafe and !vault with their plain values."""
+    """A YAML loader that reads values tagged with !unsafe, !vault and the like as plain values."""
 
 
 _Loader.add_multi_constructor("!", lambda loader, suffix, node: getattr(node, "value", ""))
 
 
 def extract_yaml(text: str) -> Iterator[Prose]:
-    """Yield descriptions of arguments, and names and messages of tasks."""
+    """Yield the descriptions of arguments, and the names and messages of tasks."""
     for document in yaml.load_all(text, Loader=_Loader):
         yield from (Prose(1, each) for each in _descriptions(document))
 
@@ -267,7 +267,7 @@ def findings_in(path: str, pieces: Iterable[Prose]) -> Iterator[Finding]:
 
 
 def proselint_findings(path: str, pieces: list[Prose]) -> Iterator[Finding]:
-    """Check all pieces of a file in a single run, because each run is slow."""
+    """Yield proselint's findings for all pieces of a file. Runs it once per file, because each run is slow."""
     registry = CheckRegistry()
     if not registry.checks:
         registry.register_many(proselint_checks)
@@ -304,17 +304,17 @@ def check_file(path: Path) -> list[Finding]:
 
 
 def read_allowances() -> dict[str, int]:
-    """Return {directory: allowed number of findings}. A file belongs to the longest matching directory."""
+    """Return {directory: allowed number of findings}. The longest matching directory applies to a file."""
     return dict(tomllib.loads(ALLOWED.read_text())["allowed"]) if ALLOWED.exists() else {}
 
 
 def directory_of(path: str, areas: Iterable[str]) -> str:
-    """Return the directory of ``areas`` whose allowance applies to a file; "" if there is none."""
+    """Return the directory in ``areas`` whose allowance applies to a file, or "" if there is none."""
     return max((each for each in areas if path.startswith(f"{each}/")), key=len, default="")
 
 
 def main(arguments: list[str]) -> int:
-    """Check all files, and return the exit code. ``arguments``: --update, or paths for which to print all findings."""
+    """Check all files and return the exit code. ``arguments``: --update, or the paths whose findings to print."""
     prefixes = tuple(word for word in arguments if not word.startswith("-"))
     guides = {_relative_path(path) for path in find_files(GUIDES)}
     paths = sorted({*find_files(GUIDES), *find_files(CODE)})

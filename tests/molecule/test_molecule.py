@@ -1,4 +1,4 @@
-"""Test that every scenario in molecule/ succeeds, as `./dev molecule` runs it, and removes all its resources."""
+"""Test that every scenario in molecule/ succeeds when `./dev molecule` runs it, and removes everything it created."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ Run = Callable[..., str]
 
 @pytest.fixture
 def run(need_root: None) -> Iterator[Run]:
-    """Return a function that runs a scenario with environment variables, checks its success, and returns the output."""
+    """Return a function that runs a scenario with environment variables, checks its success, and returns its output."""
     state = session.run_dir() / "molecule"
     started: list[tuple[str, dict[str, str]]] = []
 
@@ -84,7 +84,7 @@ def test_scenario_fleet(run: Run, shared_gateway: Gateway, template: str) -> Non
 
 
 def test_scenario_kvm_xfs(run: Run, shared_gateway: Gateway, template: str) -> None:
-    """Copies the template of this test run, because other tests cover template builds."""
+    """The scenario copies this test run's template instead of building one, because other tests cover builds."""
     run("kvm_xfs", GROVE_MOLECULE_TEMPLATES=str(shared_gateway.state_root / "templates"))
 
 
@@ -93,7 +93,7 @@ def test_scenario_gateway_systemd(run: Run) -> None:
 
 
 def test_scenario_jail_zfs(run: Run) -> None:
-    """Creates another pool first, so that the scenario neither starts nor stops ZFS."""
+    """Another pool exists throughout, so that the scenario neither starts nor stops ZFS."""
     with pools.pool(f"t{session.run_id()}m", session.run_dir(), megabytes=128):
         run("jail_zfs", GROVE_MOLECULE_ROOTFS=str(jail_world.debian_tarball()))
         assert f"molecule-t{session.run_id()}" not in pools.run("zpool", "list", "-H", "-o", "name").stdout
@@ -103,6 +103,6 @@ def test_scenario_jail_zfs(run: Run) -> None:
     "path", sorted(path for path in (_SCENARIOS / "fleet").rglob("*.*")), ids=lambda path: path.name
 )
 def test_the_guide_shows_the_files_of_the_fleet_scenario(path: Path) -> None:
-    """The page shows the name and the unchanged contents of each file of the scenario."""
+    """docs/molecule.md shows the name and the unchanged contents of each file in the scenario."""
     name, text = path.relative_to(_SCENARIOS.parent), path.read_text()
     assert re.search(rf"^`{name}`:\n\n```\w+\n{re.escape(text)}```$", _PAGE.read_text(), re.M), name

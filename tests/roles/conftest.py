@@ -12,7 +12,7 @@ from tests.support import session
 
 @pytest.fixture(scope="session")
 def newer_collections() -> Path:
-    """A collections path with this collection and a newer gateway."""
+    """A collections path that contains this collection with a newer gateway."""
     path = session.run_dir() / "newer"
     upgrade.make_newer_collection(path)
     return path

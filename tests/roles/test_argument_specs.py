@@ -97,7 +97,7 @@ def variables_of(role: Path) -> set[str]:
 
 
 def variables_in(value: Any, key: str = "") -> set[str]:
-    """Return the variables that the templates in a YAML value use. ``key``: the key of this value."""
+    """Return the variables that the templates in a YAML value use. ``key``: the key that holds the value."""
     if isinstance(value, dict):
         return {name for word, each in value.items() for name in variables_in(word) | variables_in(each, word)}
     if isinstance(value, list):

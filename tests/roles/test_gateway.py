@@ -28,7 +28,7 @@ Apply = Callable[..., PlayResult]
 
 
 class Installation:
-    """An installation that the role creates in one directory."""
+    """An installation of the gateway that the role creates below ``root``, with its state in ``state_root``."""
 
     def __init__(self, root: Path, state_root: Path) -> None:
         network = session.network()
@@ -77,7 +77,7 @@ class Installation:
         return httpx.Client(transport=httpx.HTTPTransport(uds=str(self.socket)), base_url="http://gateway", timeout=120)
 
     def execute(self, *argv: str) -> str:
-        """Run a program, which must succeed, in the sandbox ``lives``, and return its output."""
+        """Run a program in the sandbox ``lives``, check that it succeeds, and return its output."""
         with self.client() as client:
             result = client.post("/sandboxes/lives/exec", json={"args": argv}).json()
         assert result["exitCode"] == 0, result
@@ -90,7 +90,7 @@ class Installation:
 
 @pytest.fixture(scope="module")
 def installation(xfs_root: Path, shared_gateway: Gateway, template: str) -> Iterator[Installation]:
-    """The installation for all tests of this file. Its state contains the template."""
+    """The installation that all tests in this file share. Its state already contains the template."""
     root = session.run_dir() / "role"
     (root / "bin").mkdir(parents=True)
     installation = Installation(root, xfs_root / "role")

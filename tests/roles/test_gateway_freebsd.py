@@ -1,6 +1,6 @@
-"""Test the FreeBSD part of the role gateway, with doubles of FreeBSD's commands.
+"""Test the FreeBSD part of the role gateway, with test doubles for FreeBSD's commands.
 
-The tests do not run on FreeBSD. A double of rc.subr checks the requirements of rc.subr(8) and rc(8).
+The tests do not run on FreeBSD. A double of rc.subr checks what rc.subr(8) and rc(8) require of the service script.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ esac
 
 
 class FreeBSD:
-    """Runs tasks of the role with doubles of FreeBSD's commands."""
+    """A stand-in for a FreeBSD host, on which the role's tasks use test doubles for FreeBSD's commands."""
 
     def __init__(self, directory: Path) -> None:
         self.directory = directory
@@ -99,7 +99,7 @@ class FreeBSD:
         self.script = self.rc_dir / "sandbox_gateway"
 
     def apply(self, *tasks: str, check: bool = False, **options: Any) -> PlayResult:
-        """Run task files of the role, with the facts and settings that main.yml finds on FreeBSD."""
+        """Run some of the role's task files, with the facts and settings that main.yml would determine on FreeBSD."""
         variables = {
             "ansible_python_interpreter": "/usr/bin/python3",
             "gateway_os": self.os,

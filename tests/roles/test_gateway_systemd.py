@@ -70,7 +70,7 @@ NEEDED_PERMISSIONS = {
 
 
 class Machine:
-    """A booted Debian 12 container. It shares this machine's network and has the repository at the same path."""
+    """A booted Debian 12 container that shares this machine's network, and has the repository at the same path."""
 
     def __init__(self, directory: Path, state_root: Path) -> None:
         self.directory = directory
@@ -214,7 +214,7 @@ def sandbox_state(machine: Machine, name: str) -> str:
 
 
 def make_sandbox_runner(machine: Machine) -> Callable[..., str]:
-    """Return a function that runs a program in the sandbox ``lives``; the program must succeed."""
+    """Return a function that runs a program in the sandbox ``lives`` and returns its output if it succeeds."""
     return lambda *argv: sandboxctl(machine, "exec", "lives", "--", *argv)
 
 

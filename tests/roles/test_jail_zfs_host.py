@@ -1,4 +1,4 @@
-"""Test the role jail_zfs_host with a real pool, and doubles of FreeBSD's commands in a separate network."""
+"""Test the role jail_zfs_host with a real pool, and with test doubles for FreeBSD's commands in a separate network."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from tests.support.roles import PlayResult, play
 
 
 class JailHost:
-    """A host that consists of a pool, the shim, and a directory for the files that the role writes."""
+    """A stand-in for a managed host: a pool, the FreeBSD shim, and a directory for the files that the role writes."""
 
     def __init__(self, pool: pools.Pool, shim: Shim, directory: Path) -> None:
         self.pool, self.shim, self.directory = pool, shim, directory

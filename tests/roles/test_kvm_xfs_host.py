@@ -163,7 +163,7 @@ def test_the_device_is_formatted_and_wiped(apply: Apply, directory: Path) -> Non
 
 
 def test_the_accelerator_is_stored(apply: Apply, directory: Path) -> None:
-    """The result depends on this machine. Checks that it is determined once, and again on a different machine."""
+    """Check that the accelerator is determined only once per machine. Which one it is depends on this machine."""
     apply_with_probe = functools.partial(apply, accelerator_override="", probe_seconds=3)
     first = apply_with_probe()
     assert not first.failed, first.output

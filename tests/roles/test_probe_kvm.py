@@ -1,4 +1,4 @@
-"""Test the probe of the role kvm_xfs_host, which determines whether a guest boots."""
+"""Test the kvm_xfs_host role's probe, which determines whether a guest can boot."""
 
 from __future__ import annotations
 

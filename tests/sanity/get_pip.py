@@ -1,6 +1,6 @@
 """Install pip into a virtual environment. Replaces the script that ansible-test would download.
 
-The version of pip that Python includes installs the requested version from the registry.
+The pip that is bundled with Python installs the requested version from the package index.
 """
 
 import subprocess

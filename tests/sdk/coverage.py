@@ -9,7 +9,10 @@ _Test = TypeVar("_Test", bound=Callable[..., Any])
 
 
 def covers(*methods: str, note: str = "") -> Callable[[_Test], _Test]:
-    """Mark a test that calls ``methods`` (``Class.method``) as documented by the client. ``note``: the differences."""
+    """Mark a test that calls ``methods`` (``Class.method``) the way the client documents them.
+
+    ``note``: how the gateway's behaviour differs, or details for the table.
+    """
 
     def mark(test: _Test) -> _Test:
         test.covers = getattr(test, "covers", {}) | dict.fromkeys(methods, note)  # type: ignore[attr-defined]

@@ -1,6 +1,6 @@
 """Read the requests of the published clients, with their fields, from the installed sources.
 
-Nothing is sent: new fields of a new release are found even if no test uses them.
+No request is sent, so fields that a new release adds are found even if no test uses them.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ Fields = dict[str, "Fields"]
 
 @dataclass
 class ClientRequest:
-    """A request of a client. ``route``: the path, with `{}` for each parameter."""
+    """A request that a client can send. ``route``: the path, with `{}` for each parameter."""
 
     method: str
     route: str
@@ -41,7 +41,7 @@ class ClientRequest:
 
 
 def list_e2b_requests() -> list[ClientRequest]:
-    """Return the requests of the generated client that the package `e2b` contains."""
+    """Return the requests of the generated API client in the package `e2b`."""
     package = e2b.api.client.api
     names = [module.name for module in pkgutil.walk_packages(package.__path__, f"{package.__name__}.")]
     modules = [importlib.import_module(name) for name in names]
@@ -61,7 +61,7 @@ def list_forkd_requests() -> list[ClientRequest]:
 
 
 def _merge(requests: list[ClientRequest]) -> list[ClientRequest]:
-    """Return one request per method and route, sorted."""
+    """Merge requests with the same method and route, and return them sorted."""
     merged: dict[str, ClientRequest] = {}
     for request in requests:
         merged_request = merged.setdefault(str(request), ClientRequest(request.method, request.route))
@@ -92,7 +92,7 @@ def _constant(value: ast.expr) -> str:
 
 @cache
 def _e2b_fields(annotation: str) -> Fields:
-    """Return the fields of the models that ``annotation`` names."""
+    """Return the fields of the models named in a type annotation."""
     fields: Fields = {}
     for name in re.findall(r"\w+", annotation):
         model = getattr(e2b.api.client.models, name, None)
@@ -109,7 +109,7 @@ def _snake_case(name: str) -> str:
 
 
 class _Source:
-    """The functions of a handwritten client."""
+    """The functions in the source of a handwritten client."""
 
     def __init__(self, package: ModuleType) -> None:
         modules = [
@@ -153,7 +153,7 @@ class _Source:
                     )
 
     def _fields(self, value: ast.expr | None, function: ast.FunctionDef | ast.AsyncFunctionDef) -> Fields:
-        """Return the fields that the expression ``value`` in ``function`` may have."""
+        """Return the fields that the object ``value``, an expression in ``function``, may have."""
         fields: Fields = {}
         if isinstance(value, ast.Dict):
             for key, entry in zip(value.keys, value.values, strict=True):
@@ -179,7 +179,7 @@ def _calls(function: ast.AST) -> Iterator[ast.Call]:
 
 
 def _route(url: ast.expr, base: str) -> str | None:
-    """Return the path of a URL that is written as `f"{....base}/path/{id}"`, or as a path if ``base`` is empty."""
+    """Return the route of a URL written as `f"{....base}/path/{id}"`, or as a plain path if ``base`` is empty."""
     if isinstance(url, ast.Call) and isinstance(url.func, ast.Attribute) and url.func.attr == "format":
         return re.sub(r"\{\w+\}", "{}", _constant(url.func.value))
     parts = url.values if isinstance(url, ast.JoinedStr) else [url]
@@ -203,7 +203,7 @@ def _assigned_values(function: ast.AST, name: str) -> Iterator[ast.expr]:
 
 
 def _assigned_keys(function: ast.AST, name: str) -> Iterator[tuple[str, ast.expr]]:
-    """Yield the keys, with the values, of assignments such as `name["key"] = value`."""
+    """Yield (key, value) of each assignment such as `name["key"] = value`."""
     for node in ast.walk(function):
         if isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Subscript):
             target = node.targets[0]

@@ -234,7 +234,7 @@ def test_snapshots(create):
 
 @covers("Sandbox.rollback")
 def test_a_sandbox_object_works_after_a_rollback(server, create):
-    """The object keeps working after a rollback, and after a rollback to a missing snapshot fails."""
+    """The object keeps working after a successful rollback, and after a failed one to a missing snapshot."""
     sandbox = create()
     sandbox.files.write("/root/note", "before")
     sandbox.run_code("counter = 1")

@@ -1,4 +1,4 @@
-"""The unmodified, published ``e2b`` client works with a live gateway: sandboxes, life cycles and snapshots."""
+"""Sandboxes, life cycles and snapshots work with the unmodified, published ``e2b`` client and a live gateway."""
 
 from __future__ import annotations
 
@@ -181,7 +181,7 @@ def test_fork(server, create):
 
 @covers("Sandbox.update_network")
 def test_update_network(create):
-    """The effect of the rules on packets is tested in tests/kvm_xfs/test_netns.py and tests/jail_zfs/test_pf.py."""
+    """Does not test how the rules affect packets: see tests/kvm_xfs/test_netns.py and tests/jail_zfs/test_pf.py."""
     sandbox = create(allow_internet_access=False)
     assert sandbox.get_info().allow_internet_access is False
     connect_command = "python3 -c 'import socket; socket.create_connection((\"198.51.100.1\", 80), 5)' 2>&1 | tail -n 1"
@@ -206,7 +206,7 @@ def test_a_port_is_reachable_by_its_host_name(server, create):
 
 @covers("Sandbox.download_url", "Sandbox.upload_url")
 def test_signed_urls(server, create):
-    """The URLs are used exactly as the client returns them, without any header. No host name has to resolve."""
+    """The URLs work exactly as the client returns them, without extra headers. No host name needs to be resolved."""
     sandbox, _other = create(), create()
     for upload_url in (sandbox.upload_url("/root/up", use_signature_expiration=60), sandbox.upload_url("/root/up")):
         response = httpx.post(upload_url, files={"file": ("up", upload_url.encode())})
@@ -223,7 +223,7 @@ def test_signed_urls(server, create):
 
 @covers("Sandbox.download_url", "Sandbox.upload_url")
 def test_signed_urls_with_host_names(server, create, monkeypatch):
-    """Without `E2B_SANDBOX_URL`, the host name of the URL identifies the sandbox. It must resolve to the gateway."""
+    """Without `E2B_SANDBOX_URL`, the URL's host name identifies the sandbox, and must resolve to the gateway."""
     sandbox = create()
     sandbox.files.write("/root/up", "signed")
     monkeypatch.delenv("E2B_SANDBOX_URL")

@@ -1,4 +1,4 @@
-"""The unmodified, published ``e2b`` client works with a live gateway: commands, files and terminals in a sandbox."""
+"""Commands, files and terminals in a sandbox work with the unmodified, published ``e2b`` client and a live gateway."""
 
 from __future__ import annotations
 

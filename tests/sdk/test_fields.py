@@ -1,6 +1,6 @@
-"""Every field that a published client can send is honoured, refused, or ignored with a reason. Generates tables.
+"""Every field that a published client can send is honoured, refused, or ignored for a documented reason.
 
-``GROVE_WRITE_DOCS=1 ./dev test tests/sdk/test_fields.py`` writes the tables.
+``GROVE_WRITE_DOCS=1 ./dev test tests/sdk/test_fields.py`` writes the tables of fields to docs/.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _ONE_PAGE = "the response is complete: it has no pages"
 
 @dataclass(frozen=True)
 class Client:
-    """A client.
+    """A published client, and what the gateway does not support of its requests.
 
     ``missing``: routes that the gateway does not have (404 or 405). ``ignored_query``: the ignored query parameters of
     each request, with reasons.
@@ -119,7 +119,7 @@ ROUTES = {
 
 @dataclass(frozen=True)
 class Row:
-    """One field, or several honoured fields, of a request."""
+    """A field of a request, or a request without a route, and whether and why the gateway supports it."""
 
     request: str
     field: str
@@ -128,7 +128,7 @@ class Row:
 
 
 def list_rows(client: Client) -> Iterator[Row]:
-    """Yield a row per field. Raises AssertionError for an unknown field."""
+    """Yield one row per field. Raises AssertionError if a field is unknown."""
     for request in client.requests():
         name = str(request)
         if name in client.missing:
@@ -239,7 +239,7 @@ MODELS = sorted(
 
 @pytest.mark.parametrize("model", MODELS, ids=lambda model: model.__name__)
 def test_refused_and_ignored_fields_belong_to_a_client(model: type[Body]) -> None:
-    """A field that clients no longer send must only cause a warning, like any unknown field."""
+    """A model must not list fields that clients no longer send. They should be treated like any unknown field."""
     sent_names = {name for client in CLIENTS for request in client.requests() for name in _all_names(request.body)}
     assert {*model.refused, *model.ignored} <= sent_names | {"kernel"}
     assert not (model.refused.keys() & model.ignored.keys()) and not model.refused.keys() & fields_of(model).keys()

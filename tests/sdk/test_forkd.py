@@ -34,7 +34,7 @@ def target(server: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> s
 
 @pytest.fixture
 def controller(server: Server) -> Iterator[Controller]:
-    """A client that removes everything the test created when the test ends."""
+    """A client that removes, at the end of the test, everything the test created."""
     client = Controller(timeout=120)
     yield client
     for sandbox in client.list_sandboxes():

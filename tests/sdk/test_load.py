@@ -1,6 +1,6 @@
-"""Twenty concurrent clients: each sandbox returns its own secret, nothing fails, and no connection stays open.
+"""With twenty concurrent clients, each sandbox returns its own secret, nothing fails, and no connection stays open.
 
-To run it for two minutes: ``GROVE_LOAD_SECONDS=120 ./dev test tests/sdk/test_load.py``.
+To run the test for two minutes: ``GROVE_LOAD_SECONDS=120 ./dev test tests/sdk/test_load.py``.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _FAILURE_COUNT = re.compile(r'^sandbox_gateway_request_seconds_count\{[^}]*statu
 
 
 class Client:
-    """A client with one sandbox, whose environment, files and interpreter contain a secret."""
+    """A client of one sandbox, in whose environment, files and interpreter it stores a secret."""
 
     def __init__(self, sandbox: Any, secret: str, rng: random.Random) -> None:
         self.sandbox = sandbox
@@ -88,12 +88,12 @@ def make_client(number: int) -> Client:
 
 
 def count_failures(server: Server) -> float:
-    """Return the number of the gateway's responses with status 500 or above."""
+    """Return how many responses with a 5xx status the gateway has sent."""
     return sum(float(count) for count in _FAILURE_COUNT.findall(server.gateway.client.get("/metrics").text))
 
 
 def count_sockets(server: Server) -> int:
-    """Return the number of the gateway's open sockets."""
+    """Return the number of sockets that the gateway has open."""
     process = server.gateway.process
     assert process is not None
     links = (each for each in Path(f"/proc/{process.pid}/fd").iterdir())
@@ -133,7 +133,7 @@ def test_twenty_concurrent_clients(server, request):
 
 
 def _count_idle_connections(server: Server) -> int:
-    """Return the number of idle connections in the clients' pools, which the clients must close."""
+    """Return the number of connections in the clients' pools, which the clients rather than the gateway must close."""
     addresses = set()
     for family in ("tcp", "tcp6"):
         for line in Path(f"/proc/self/net/{family}").read_text().splitlines()[1:]:

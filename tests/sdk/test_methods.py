@@ -1,6 +1,6 @@
-"""Every public method of each client is tested or documented as missing. Generates the tables in docs/.
+"""Every public method of each client is tested or documented as missing.
 
-``GROVE_WRITE_DOCS=1 ./dev test tests/sdk/test_methods.py`` writes the tables.
+``GROVE_WRITE_DOCS=1 ./dev test tests/sdk/test_methods.py`` writes the tables of methods to docs/.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ _IMAGES = "templates are built from Debian packages, a directory or a tarball (t
 
 @dataclass(frozen=True)
 class Client:
-    """A client's classes, the tests that use them, and its missing methods with reasons."""
+    """A client's classes, the tests that use them, and the methods that are missing, each with a reason."""
 
     page: str
     title: str
@@ -113,7 +113,7 @@ CLIENTS = (
 
 
 def list_public_methods(client: Client) -> list[str]:
-    """Return ``Class.method`` for all callables whose names do not start with an underscore."""
+    """Return all public methods of the client as ``Class.method``."""
     return [
         f"{title}.{name}"
         for title, kind in client.classes.items()
@@ -130,7 +130,7 @@ def list_tests(client: Client) -> Iterator[Callable[..., Any]]:
 
 
 def find_coverage(client: Client) -> dict[str, list[tuple[str, bool]]]:
-    """Return (note, whether the test needs memory in snapshots) for each test of each method."""
+    """Return {method: [(note, whether the test needs snapshots with memory) for each of its tests]}."""
     coverage: dict[str, list[tuple[str, bool]]] = {}
     for test in list_tests(client):
         marks = getattr(test, "pytestmark", [])

@@ -1,4 +1,4 @@
-"""Replace the agent, as root in a sandbox can, and check that the gateway still serves other clients."""
+"""Replace a sandbox's agent, as root in it could, and check that the gateway still serves other clients."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def make_chunked_response(*chunks: bytes) -> bytes:
 def replaced_agent(
     memory_gateway: MemoryGateway, sandbox: dict[str, Any], *responses: bytes, **options: Any
 ) -> Iterator[inside.RawService]:
-    """Replace the agent of the sandbox with a service that sends ``responses`` in order, and repeats the last one."""
+    """Replace the sandbox's agent with a service that sends ``responses`` in order, then repeats the last one."""
     with inside.raw_service(memory_gateway, sandbox, *responses, port=inside.AGENT_PORT, **options) as agent:
         yield agent
 
@@ -64,7 +64,7 @@ def send_endlessly(piece: bytes, limit: int = 256 << 20) -> tuple[inside.Handler
 
 
 def check_others_are_served(client: httpx.Client, attack: Callable[[], httpx.Response]) -> httpx.Response:
-    """Run ``attack`` and return its response. Checks that `/health` responds while the attack runs."""
+    """Run ``attack`` and return its response. Meanwhile, check that `/health` responds."""
     responses: list[httpx.Response | BaseException] = []
 
     def run() -> None:
@@ -92,7 +92,7 @@ def check_others_are_served(client: httpx.Client, attack: Callable[[], httpx.Res
 class LoopMonitor:
     """Measures the longest time for which a single task blocks the gateway's event loop.
 
-    ``longest`` is in seconds of processor time, which other processes on this machine do not affect.
+    ``longest`` is CPU time in seconds, so other processes on this machine do not affect it.
     """
 
     def __init__(self, memory_gateway: MemoryGateway) -> None:

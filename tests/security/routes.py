@@ -1,6 +1,6 @@
 """List all routes of the gateway in many spellings, and record the effects of requests.
 
-The routes come from the application itself, so new routes are attacked automatically.
+The routes are read from the application itself, so new routes are attacked automatically.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class Route:
 
 @dataclass
 class Target:
-    """A gateway with an object of each kind, and the effects of requests to it."""
+    """A gateway with one object of each kind, and a record of the effects that requests have on it."""
 
     gateway: MemoryGateway
     secrets: list[str]
@@ -62,7 +62,7 @@ class Target:
         return json.dumps([records, machines, builds, host.files, host.disks, host.forked], sort_keys=True)
 
     def fill_template(self, template: str) -> str:
-        """Return the path ``template`` with the names of existing objects."""
+        """Return the path ``template`` with its parameters replaced by the names of existing objects."""
         kind = template.split("/")[2 if template.startswith(("/v1/", "/v2/")) else 1]
         ref = {"sandboxes": "one", "snapshots": "taken", "templates": "spare", "volumes": "data"}.get(kind, "one")
         names = {"ref": ref, "volume": "data", "snapshot": "mark", "build": self.build}
@@ -109,7 +109,7 @@ def create_target(memory_gateway: MemoryGateway) -> Iterator[Target]:
 
 @contextlib.contextmanager
 def recorded_effects(target: Target) -> Iterator[None]:
-    """Record requests to agents and events in ``target`` until the context ends."""
+    """Inside the context, record events and requests to agents in ``target``."""
     publish, handle_request = target.gateway.engine.events.publish, Machine._handle_request
 
     def record_event(type: str, **data: Any) -> None:
@@ -199,14 +199,14 @@ OVERRIDES: list[dict[str, str]] = [
 
 
 class Caller:
-    """Sends requests with targets that client libraries reject. Reuses its connection if possible."""
+    """Sends requests whose targets client libraries would reject. Reuses its connection if possible."""
 
     def __init__(self, memory_gateway: MemoryGateway, headers: dict[str, str]) -> None:
         self._headers = headers
         self._connection = http.client.HTTPConnection("127.0.0.1", memory_gateway.port, timeout=20)
 
     def request(self, method: str, target: str, body: bytes = b"{}", **headers: str) -> tuple[int, str]:
-        """Send a request. Returns the status and the body of the response. The body is "" if its length is unknown."""
+        """Send a request and return the response's status and body. The body is "" if its length is unknown."""
         try:
             return self._request(method, target, body, headers)
         except (http.client.RemoteDisconnected, BrokenPipeError, ConnectionResetError):

@@ -1,4 +1,4 @@
-"""A client with a key sends large, incomplete bodies on many connections."""
+"""A client with a key sends large, incomplete request bodies on many connections."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def _send_incomplete_body(connection: socket.socket) -> None:
 
 
 def _read_response(connection: socket.socket) -> bytes:
-    """Return the part of the response that has arrived."""
+    """Return the part of the response that arrives within a second."""
     connection.settimeout(1)
     try:
         return connection.recv(65536)

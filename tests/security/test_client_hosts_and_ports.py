@@ -1,7 +1,7 @@
 """A client manipulates host names and ports in requests to the data plane.
 
-Its requests reach only the authorized sandbox at the requested port, never services of the host, another sandbox or the
-gateway itself.
+Its requests reach only the requested port of the sandbox that it may use, never a service on the host or in another
+sandbox, nor the gateway itself.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ def other_sandbox(api: httpx.Client) -> dict[str, Any]:
 def run_canaries(
     memory_gateway: MemoryGateway, sandbox: dict[str, Any], other_sandbox: dict[str, Any]
 ) -> Iterator[RawService]:
-    """Run a service in ``sandbox`` that may receive requests, and three services that must not."""
+    """Run a service in ``sandbox`` that may receive requests, and three others that must not receive any."""
     host_service = RawService()
     with (
         raw_service(memory_gateway, sandbox) as service,
@@ -220,7 +220,7 @@ def test_host_ports_are_not_sandbox_ports(
 def test_request_targets_reach_only_their_own_sandbox(
     memory_gateway: MemoryGateway, api: httpx.Client, sandbox: dict[str, Any], other_sandbox: dict[str, Any]
 ) -> None:
-    """The host in the request line is ignored."""
+    """A request target that names a host is rejected, or forwarded unchanged as a path."""
     host_field = f"Host: {PORT}-{sandbox['sandboxID']}.sandbox.local"
     other_host = f"{PORT}-{other_sandbox['sandboxID']}.sandbox.local"
     with run_canaries(memory_gateway, sandbox, other_sandbox) as service:

@@ -1,4 +1,4 @@
-"""Clients try to break the parser with deeply nested, huge or invalid bodies on every route."""
+"""A client tries to break the parser with deeply nested, huge or invalid bodies on every route."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ MAX_GROWTH_KIB = 256 << 10
 
 
 def make_object(pair: bytes, size: int = LARGE) -> bytes:
-    """Return a JSON object of about ``size`` bytes. ``pair`` is the format of a member, with %d for its number."""
+    """Return a JSON object of about ``size`` bytes. ``pair`` is the format of each member, with %d for its number."""
     count = size // (len(pair % 0) + 7)
     return b"{" + b",".join(pair % number for number in range(count)) + b"}"
 
@@ -78,7 +78,7 @@ INVALID_OBJECTS: dict[str, bytes] = {
 
 
 def routes_with_bodies() -> list[tuple[str, str, dict[str, Any]]]:
-    """Return (method, path, schema of the body) of each route that accepts a body."""
+    """Return (method, path, schema of the body) for each route that accepts a body."""
     schema_document = document()
     routes = []
     for path, item in schema_document["paths"].items():
@@ -161,7 +161,7 @@ def test_invalid_sandbox_options_are_refused(target: Target, body: str) -> None:
 
 @pytest.mark.parametrize(("method", "path", "field", "kind"), CONTAINER_FIELDS, ids=lambda value: str(value))
 def test_many_invalid_members_use_little_memory(target: Target, method: str, path: str, field: str, kind: str) -> None:
-    """Each member is invalid, but the gateway must not collect a million errors."""
+    """Every member is invalid, but the gateway must not collect a million errors."""
     members = make_object(b'"%d":1') if kind == "object" else b"[" + b"1," * (LARGE // 2 - 2) + b"1]"
     body = b'{"%s":%s}' % (field.encode(), members)
     statuses: list[int] = []

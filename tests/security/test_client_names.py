@@ -1,4 +1,4 @@
-"""A client sends paths as names. The API rejects them, and names never become part of paths on the host."""
+"""A client passes paths as names. The API rejects them, and names never become part of paths on the host."""
 
 from __future__ import annotations
 
@@ -142,7 +142,7 @@ def test_an_accepted_mount_path_is_normalized(path: str) -> None:
 
 
 def test_names_do_not_become_paths_on_a_real_disk(shared_gateway: Gateway) -> None:
-    """These names are valid, but would be harmful as file names."""
+    """Most of these names are valid, but would be harmful if they were used as file names."""
     root, client = shared_gateway.state_root, shared_gateway.client
     entries_before = {path.name for path in root.parent.iterdir() if path != root}
     names = ["manifest.json", "volume.img", "snapshots", "volumes", "a..", "x.-_", "0" * 12, "CON", "a" * 64]

@@ -1,4 +1,4 @@
-"""A client injects firewall rules through a network policy. It receives an error, and the rules do not change."""
+"""A client tries to inject firewall rules through a network policy. It gets an error, and the rules do not change."""
 
 from __future__ import annotations
 
@@ -103,7 +103,7 @@ def test_accepted_addresses_produce_only_known_rules(allowed: list[str], denied:
 
 
 def read_ruleset(slot: Slot) -> str:
-    """Return the rules of a slot and those of its gateway on the host, without counters."""
+    """Return a slot's rules and its gateway's rules on the host, without counters."""
     host_command = ["nft", "list", "table", "inet", f"{slot.name.partition('-')[0]}_sandbox"]
     commands = (host_command, ["nsenter", f"--net={slot.path}", "nft", "list", "ruleset"])
     outputs = [subprocess.run(each, capture_output=True, text=True, check=True, timeout=20).stdout for each in commands]

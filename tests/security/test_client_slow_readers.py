@@ -1,4 +1,4 @@
-"""Clients read, or services write, one byte at a time. They neither delay others nor use much memory."""
+"""Neither clients that read slowly nor services that write slowly delay others or use much memory."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ ENDLESS_RESPONSE = b"HTTP/1.1 200 OK\r\nContent-Length: 1000000000000\r\n\r\n"
 
 
 def memory_use() -> int:
-    """Return the memory use of this process, which contains the client, the gateway and the service, in bytes."""
+    """Return the memory use in bytes of this process, in which the client, the gateway and the service run."""
     return int(Path("/proc/self/statm").read_text().split()[1]) * 4096
 
 

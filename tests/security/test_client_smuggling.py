@@ -1,7 +1,7 @@
-"""A client hides a second request in its request. The hidden request has no effect anywhere.
+"""A client hides a second request inside a request. The hidden request has no effect anywhere.
 
-Each form is a request that servers parse in different ways. The server inside a sandbox counts the requests, and the
-tests check that they are unambiguous HTTP.
+Each form is a request that different servers parse differently. A server inside a sandbox records the requests that it
+receives, and the tests check that they are unambiguous.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ CANONICAL = re.compile(rb"[A-Z]+ /[!-~]* HTTP/1\.1\r\n(?:[!#$%&'*+.^_`|~0-9A-Za-
 class Form:
     """A template of an ambiguous request.
 
-    ``first``: the request line; ``fields``: the headers except for Host and key; ``body``: contains HIDDEN, the
-    placeholder of the hidden request.
+    ``first``: the request line; ``fields``: the headers other than Host and the key; ``body``: contains HIDDEN, a
+    placeholder for the hidden request.
     """
 
     fields: tuple[bytes, ...]
@@ -50,7 +50,7 @@ def make_body_form(*fields: bytes, body: bytes = b"HIDDEN") -> Form:
 
 
 def make_length_form(*fields: bytes) -> Form:
-    """Return a form with an unusual length. A server that ignores it takes HIDDEN for the next request."""
+    """Return a form with an unusual length. A server that ignores the length takes HIDDEN for the next request."""
     return Form(fields, b"HIDDEN")
 
 
@@ -180,7 +180,7 @@ def build_request(form: Form, host_name: str, hidden: bytes, key: str) -> bytes:
 
 
 def send_and_read_statuses(memory_gateway: MemoryGateway, data: bytes) -> list[int]:
-    """Send ``data``. Returns the statuses of the responses, except for 100 and 400."""
+    """Send ``data`` and return the statuses of the responses, omitting 100 and 400."""
     response_data = b""
     with raw_connection(memory_gateway) as connection:
         try:
@@ -202,7 +202,7 @@ def other_sandbox(api: httpx.Client) -> dict[str, Any]:
 
 
 def check_requests(service: RawService) -> None:
-    """Check that all requests to ``service`` are unambiguous, and that none is the hidden request."""
+    """Check that all requests that reached ``service`` are unambiguous, and that none is the hidden request."""
     for head in service.heads:
         assert CANONICAL.fullmatch(head), head
         assert b"/hidden" not in head.partition(b"\r\n")[0], head
@@ -252,10 +252,10 @@ def test_a_hidden_request_does_not_reach_the_gateway(
 def test_leniently_parsed_requests_are_forwarded_in_canonical_form(
     memory_gateway: MemoryGateway, sandbox: dict[str, Any], other_sandbox: dict[str, Any], end: bytes
 ) -> None:
-    """RFC 9112 allows servers to accept LF as a line end and to unfold lines.
+    """RFC 9112 allows servers to accept a bare LF as a line end and to unfold header lines, and the gateway does both.
 
-    The remaining bytes are then a separate request that needs its own key. Services receive neither bare LFs nor folded
-    lines.
+    The bytes after such a request are a separate request, which needs its own key. Services never receive bare LFs or
+    folded lines.
     """
     request_with_key = f"POST / HTTP/1.1\r\nHost: {host(sandbox, PORT)}\r\nX-API-Key: {EXEC_KEY}".encode() + end
     hidden = f"GET /hidden HTTP/1.1\r\nHost: {host(other_sandbox, PORT)}\r\n\r\n".encode()

@@ -1,4 +1,4 @@
-"""A client tries the tokens of one sandbox on the agent, code interpreter and other ports of another sandbox."""
+"""A client uses one sandbox's tokens for another sandbox's agent, code interpreter and other ports."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def list_tokens(sandbox: dict[str, Any]) -> list[str]:
 
 @contextlib.contextmanager
 def guarded_ports(memory_gateway: MemoryGateway, sandbox: dict[str, Any]) -> Iterator[None]:
-    """Run a service on each port of ``sandbox``, and check at the end that none received a request."""
+    """Run a service on each of PORTS in ``sandbox``, and check at the end that none received a request."""
     with contextlib.ExitStack() as stack:
         services: list[RawService] = [
             stack.enter_context(raw_service(memory_gateway, sandbox, port=port)) for port in PORTS
@@ -65,7 +65,7 @@ def guarded_ports(memory_gateway: MemoryGateway, sandbox: dict[str, Any]) -> Ite
 
 @pytest.fixture
 def other_sandbox(api: httpx.Client, sandbox: dict[str, Any]) -> dict[str, Any]:
-    """A clone of ``sandbox``, which differs from it as little as possible."""
+    """A clone of ``sandbox``, so that the two differ as little as possible."""
     clone: dict[str, Any] = api.post("/sandboxes/one/clone", json={"names": ["other"]}).json()["sandboxes"][0]
     return clone
 
@@ -212,7 +212,7 @@ def test_the_same_requests_succeed_with_a_key(
 def test_only_the_access_token_signs_a_url_with_the_gateways_address(
     memory_gateway: MemoryGateway, keyless_client: httpx.Client, sandbox: dict[str, Any], other_sandbox: dict[str, Any]
 ) -> None:
-    """The gateway searches all sandboxes for the signer, so no other secret may sign URLs."""
+    """The gateway searches all sandboxes for the access token that signed a URL. It must not accept other secrets."""
     other_tokens = [token for each in (sandbox, other_sandbox) for token in list_tokens(each)[1:]]
     with guarded_ports(memory_gateway, sandbox), guarded_ports(memory_gateway, other_sandbox):
         for token in (*other_tokens, READ_KEY, EXEC_KEY, "", sandbox["sandboxID"], f":{sandbox['envdAccessToken']}"):

@@ -40,7 +40,7 @@ def _daemon(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Daemon, 
 def open_tunnels(
     daemon_and_sandbox: tuple[Daemon, dict[str, Any]], handler: Handler, **settings: Any
 ) -> Iterator[Tunnels]:
-    """Open connections to a service in a sandbox. The service runs ``handler`` for each connection."""
+    """Open CLIENTS connections to a service in a sandbox, which runs ``handler`` for each of them."""
     daemon, sandbox = daemon_and_sandbox
     service = RecordingService(handler, **settings)
     with Service(sandbox["address"], PORT, service.listen), contextlib.ExitStack() as stack:
@@ -76,7 +76,7 @@ async def never_read(connection: ServerConnection) -> None:
 
 
 def make_fragments(size: int) -> bytes:
-    """Return the beginning of a client's message. It has MESSAGE_BYTES in fragments of ``size`` bytes."""
+    """Return the unfinished start of a client's message: about MESSAGE_BYTES in fragments of ``size`` bytes."""
     length = bytes([0x80 | size]) if size < 126 else b"\xfe" + size.to_bytes(2, "big")
     return b"\x02\x81\0\0\0\0x" + (b"\x00" + length + b"\0" * 4 + b"x" * size) * (MESSAGE_BYTES // (size + 8))
 
@@ -130,7 +130,7 @@ def test_memory_use_is_limited_when_a_guest_floods(
 
 @pytest.mark.parametrize("controls", [b"\x89\x00", b"\x8a\x00"])
 def test_thousands_of_control_frames_do_not_delay_others(controls: bytes) -> None:
-    """All frames arrive in one read. On 60 connections, such frames used to delay other clients for seconds."""
+    """All frames arrive in a single read. On 60 connections, this once delayed other clients for seconds."""
     protocol = ClientFragments(WebSocketURI(False, "inside", 80, "/", ""), max_size=1 << 20)
     protocol.parser = Fragments.parse(protocol)
     protocol.receive_data(controls * 8000 + b"\x82\x01x")
@@ -145,7 +145,7 @@ def test_thousands_of_control_frames_do_not_delay_others(controls: bytes) -> Non
 
 
 def test_messages_arrive_among_thousands_of_control_frames(_daemon: tuple[Daemon, dict[str, Any]]) -> None:
-    """The control frames precede and follow the message. The test covers both directions."""
+    """Control frames precede and follow a message in each direction."""
     pings, trailing_pongs = b"\x89\x80abcd" * 5000, b"\x8a\x80abcd" * 5000
 
     async def echo(connection: ServerConnection) -> None:
@@ -165,7 +165,7 @@ def test_messages_arrive_among_thousands_of_control_frames(_daemon: tuple[Daemon
 
 
 def send_to_all(daemon: Daemon, clients: list[ClientConnection], data: bytes) -> int:
-    """Send as much of ``data`` as possible on each connection. Returns the peak memory during this time."""
+    """Send as much of ``data`` as possible on each connection, and return the daemon's peak memory use meanwhile."""
 
     def send_to_one(client: ClientConnection) -> None:
         client.socket.settimeout(5)
@@ -182,7 +182,7 @@ def send_to_all(daemon: Daemon, clients: list[ClientConnection], data: bytes) ->
 
 
 def measure_memory(daemon: Daemon) -> int:
-    """Return the current memory use of the daemon in bytes, and check that it responds."""
+    """Check that the daemon responds, and return its current memory use in bytes."""
     daemon.check_health()
     threading.Event().wait(0.1)
     return daemon.memory_use()

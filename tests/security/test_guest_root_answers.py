@@ -198,7 +198,7 @@ def _make_patient_client(memory_gateway: MemoryGateway) -> httpx.Client:
 
 @pytest.mark.parametrize("entry", ENTRIES)
 def test_an_endless_response_is_cut_off(memory_gateway: MemoryGateway, sandbox: dict[str, Any], entry: str) -> None:
-    """The gateway's memory allocations stay within the limit for such a response."""
+    """The gateway stops reading and allocating memory near the limit for such a response."""
     flood, sent_bytes = send_endlessly(b"x" * 65536)
     with memory_gateway.client() as client:
         client.post("/volumes", json={"name": "data", "sizeMB": 64})
@@ -291,7 +291,7 @@ def test_reasons_from_a_guest_contain_no_terminal_codes(
 
 
 def test_build_logs_contain_no_terminal_codes(memory_gateway: MemoryGateway) -> None:
-    """A setup command of a template prints the codes, and its output is the log."""
+    """A template's setup command prints such codes, and its output becomes part of the build log."""
     with memory_gateway.client() as client:
         template = client.post("/templates", json={"name": "evil", "setup": ["\x1b[2J\x07true", "echo \u202e"]}).json()
         route = f"/templates/{template['templateID']}/builds/{template['buildID']}"
@@ -309,7 +309,7 @@ def _check_printable(text: str) -> None:
 def test_large_responses_of_one_sandbox_are_limited_in_total(
     memory_gateway: MemoryGateway, sandbox: dict[str, Any]
 ) -> None:
-    """Eight commands run at once. Each receives almost as many bytes as its limit allows, and then waits for more."""
+    """Eight commands run at once. The response to each reaches almost its size limit, and then stalls."""
     size = guest_json.MAX_BYTES - 1000
     body = HEAD + b"Content-Length: %d\r\n\r\n" % (size + 100) + b'{"stdout": "' + b"x" * (size - 12)
 
@@ -337,7 +337,7 @@ def test_large_responses_of_one_sandbox_are_limited_in_total(
 
 
 async def test_responses_of_all_sandboxes_are_limited_in_total(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The responses of several sandboxes never end, but each sandbox stays within its own limit."""
+    """Several sandboxes send responses that never end, but each stays within its own limit."""
     monkeypatch.setattr(guest_json, "MAX_TOTAL_HELD_BYTES", 1 << 20)
 
     with contextlib.ExitStack() as stack:

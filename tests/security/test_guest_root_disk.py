@@ -52,7 +52,7 @@ def sandbox_id(shared_gateway: Gateway, template: str) -> Iterator[str]:
 
 
 def test_the_qemu_log_is_bounded(shared_gateway: Gateway, sandbox_id: str) -> None:
-    """Root makes QEMU print without end. The log stays within its limit, and the machine keeps running.
+    """Root makes QEMU print endlessly. The log stays within its limit, and the machine keeps running.
 
     When the machine stops, the gateway needs little memory to report why.
     """
@@ -72,7 +72,7 @@ def test_the_qemu_log_is_bounded(shared_gateway: Gateway, sandbox_id: str) -> No
 
 
 def test_a_restarted_gateway_reads_the_log(shared_gateway: Gateway, sandbox_id: str) -> None:
-    """The log is an in-memory file of the QEMU process. The gateway finds it through this process."""
+    """The log is an in-memory file. A restarted gateway finds it through the QEMU process, which keeps it open."""
     assert shared_gateway.execute(sandbox_id, "python3", "-c", ATTACK, "1", timeout=60)["exitCode"] == 0
     shared_gateway.restart()
     os.kill(find_qemu_pid(shared_gateway, sandbox_id), signal.SIGKILL)
@@ -81,7 +81,7 @@ def test_a_restarted_gateway_reads_the_log(shared_gateway: Gateway, sandbox_id: 
 
 
 def test_a_log_file_of_an_older_release_is_truncated(shared_gateway: Gateway, sandbox_id: str) -> None:
-    """A machine that an older release started appends to a file on disk. The test writes to that file."""
+    """A machine that an older release started appends to a log file on disk. The test does so in its place."""
     path = instance_directory(shared_gateway, sandbox_id) / "run" / "qemu.log"
     with path.open("ab", buffering=0) as log:
         log.write(b"printed\n")
@@ -94,7 +94,7 @@ def test_a_log_file_of_an_older_release_is_truncated(shared_gateway: Gateway, sa
 
 
 def instance_directory(gateway: Gateway, sandbox: str) -> Path:
-    """Return the directory of the sandbox's machine."""
+    """Return the directory of a sandbox's machine."""
     (directory,) = (each for each in (gateway.state_root / "sandboxes" / sandbox).iterdir() if each.is_dir())
     return directory
 

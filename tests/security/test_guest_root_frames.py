@@ -1,9 +1,9 @@
 """Root in a virtual machine sends arbitrary frames.
 
-Only packets from the guest's own address leave its network slot, with the slot's address as their source. The guest is
-a network namespace on the real tap of the slot, as in `tests/kvm_xfs/test_netns.py`. The tests observe outgoing frames
-at the host's end of the veth pair. The last packet of each test is allowed. When it arrives, all earlier frames have
-been checked.
+Only packets from the guest's own address leave its network slot, and the slot's address becomes their source. The guest
+is a network namespace on the slot's real tap, as in `tests/kvm_xfs/test_netns.py`. The tests observe outgoing frames at
+the host's end of the veth pair. Each test ends with a packet that is allowed; once that packet arrives, all earlier
+frames have been checked.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ def make_packet(
     options: bytes = b"",
     id: int = 7,
 ) -> bytes:
-    """Return an IPv4 packet. ``fragment``: the flags and the offset, as in the header."""
+    """Return an IPv4 packet. ``fragment``: the flags and fragment offset, as encoded in the header."""
     header_words = 5 + len(options) // 4
     size = 4 * header_words + len(payload)
     addresses = socket.inet_aton(source) + socket.inet_aton(target)
@@ -93,7 +93,7 @@ def make_ipv6(source: str, target: str, payload: bytes, protocol: int = UDP) -> 
 
 @dataclass(frozen=True)
 class AttackAddresses:
-    """The addresses that an attacker can know."""
+    """The addresses that an attacker may know."""
 
     slot: Slot
     neighbour: Slot
@@ -259,7 +259,7 @@ ATTACKS: dict[str, Attack] = {
 
 
 class Sniffer:
-    """Captures frames on an interface of the host or of a namespace. ``incoming``: capture only incoming frames."""
+    """Captures frames on an interface of the host or of a namespace. ``incoming``: only incoming frames."""
 
     def __init__(
         self,
@@ -272,7 +272,7 @@ class Sniffer:
         self._incoming = incoming
 
     def read_until(self, end: bytes) -> list[bytes]:
-        """Return the frames up to the first that contains ``end``."""
+        """Return all frames up to and including the first that contains ``end``."""
         frames: list[bytes] = []
         while not frames or end not in frames[-1]:
             data, address = self._socket.recvfrom(65536)
@@ -301,7 +301,10 @@ def open_sniffer(name: str) -> socket.socket:
 
 
 def read_network_state(slot: Slot) -> list[str]:
-    """Return the routes, addresses and rules of a slot and of the host, and check the guest's neighbour entry."""
+    """Return a slot's routes, addresses and rules, both in its namespace and on the host.
+
+    Checks that the guest's neighbour entry is permanent and has the guest's MAC address.
+    """
     outputs = []
     for command in (("ip", "route"), ("ip", "-6", "route"), ("ip", "-br", "address"), ("nft", "list", "ruleset")):
         for prefix in ((), ("nsenter", f"--net={slot.path}")):
@@ -400,7 +403,7 @@ async def test_only_the_guests_own_packets_leave_a_slot(attack: str) -> None:
 
 @contextlib.contextmanager
 def listen_everywhere(addresses: AttackAddresses) -> Iterator[Callable[[], list[bytes]]]:
-    """Open sockets on all addresses of the host. Yields a function that returns the packets they received."""
+    """Open UDP sockets on all addresses of the host, and yield a function that returns the packets they received."""
     with contextlib.ExitStack() as stack:
         sockets = []
         for port in (PORT, 67, 68):
@@ -423,7 +426,7 @@ def listen_everywhere(addresses: AttackAddresses) -> Iterator[Callable[[], list[
 
 
 async def test_valid_fragments_pass() -> None:
-    """Check that the attacks above fail because of their contents, not because frames are raw or fragmented."""
+    """Check that the attacks above fail because of what they send, not because their frames are raw or fragmented."""
 
     async with open_monitored_slot() as monitored_slot:
         data = os.urandom(8).hex().encode() * 4

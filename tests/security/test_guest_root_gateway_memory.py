@@ -1,4 +1,4 @@
-"""Root in a sandbox tries to fill the memory of the gateway with data that the gateway stores."""
+"""Root in a sandbox tries to fill the gateway's memory with data that the gateway stores."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def measure_peak_allocation(work: Callable[[], None]) -> int:
 
 
 def test_output_of_a_setup_command_is_bounded() -> None:
-    """The output never ends. Only the last lines are kept, because they explain the failure."""
+    """The output is endless. The last lines are kept, because they explain the failure."""
     build = Build("", "", "")
 
     def attack() -> None:

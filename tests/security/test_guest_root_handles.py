@@ -1,4 +1,4 @@
-"""Root in a virtual machine uses a custom NFS client to attack the volume of another sandbox.
+"""Root in a virtual machine uses a custom NFS client to attack another sandbox's volume.
 
 The attacker knows everything that the other sandbox knows about its volume: file handles, the export name, ports and
 addresses. Tests in `tests/kvm_xfs` cover invalid handles and paths.
@@ -27,7 +27,7 @@ SECRET = b"of another sandbox"
 
 
 class Victim:
-    """A volume with a secret, and the sandbox that mounts it. The attacker knows all its handles."""
+    """A volume with a secret, and the sandbox that mounts it. The attacker knows all of the volume's handles."""
 
     def __init__(self, slot: Slot, guest: Guest, volume: Volume) -> None:
         self.slot, self.guest, self.volume = slot, guest, volume
@@ -51,7 +51,7 @@ async def create_victim(xfs_root: Path) -> AsyncIterator[tuple[Setup, Victim]]:
 
 
 def try_all_procedures(client: Nfs, victim: Victim) -> None:
-    """Call all procedures that would reveal or change data, with the handles of the victim."""
+    """Check that all procedures that would reveal or change data fail with the victim's handles."""
     for attempt in (
         lambda: client.getattr(victim.root),
         lambda: client.lookup(victim.root, "secret"),
@@ -146,7 +146,7 @@ async def test_another_volumes_export_cannot_be_mounted(xfs_root: Path) -> None:
 
 
 async def test_handles_are_invalid_after_the_port_is_reused(xfs_root: Path) -> None:
-    """A sandbox keeps the handles of a volume. Later, the server of another volume uses the port."""
+    """A sandbox keeps a volume's handles. Later, another volume's server uses the same port."""
 
     async with create_victim(xfs_root) as (s, victim):
         slot, heir = await s.guest()

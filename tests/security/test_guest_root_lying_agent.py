@@ -1,6 +1,6 @@
-"""Root in a sandbox runs a program that sends invalid HTTP instead of the agent, or on another port.
+"""Root in a sandbox runs a program that sends invalid HTTP, in place of the agent or on another port.
 
-This affects only its own sandbox. `test_guest_root_answers.py` covers invalid JSON.
+This must affect only that sandbox. `test_guest_root_answers.py` covers invalid JSON.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ def host_service(memory_gateway: MemoryGateway) -> Iterator[RawService]:
 
 
 class Probe:
-    """Sends requests to `/health` and to a port of another sandbox until the context ends."""
+    """A context in which requests to `/health` and to a port of another sandbox must succeed."""
 
     def __init__(self, memory_gateway: MemoryGateway, other_sandbox: dict[str, Any]) -> None:
         self._served = memory_gateway
@@ -278,7 +278,7 @@ def test_responses_never_come_from_another_machine_or_port(
 def test_an_early_response_does_not_reach_another_client(
     memory_gateway: MemoryGateway, api: httpx.Client, sandbox: dict[str, Any]
 ) -> None:
-    """The service sends a response to each connection and to each request, so it is always one response ahead."""
+    """The service sends a response on connection and another after each request, so it is always one response ahead."""
 
     async def listen(where: str, port: int) -> asyncio.Server:
         async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:

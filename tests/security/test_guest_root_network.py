@@ -1,4 +1,4 @@
-"""Root in a sandbox attacks metadata services, the host's connection table and other sandboxes over the network.
+"""Root in a sandbox attacks metadata services, the host's connection-tracking table and other sandboxes.
 
 The guest is a network namespace on a real slot (see ``tests.kvm_xfs.test_netns``). Its packets take the same path as
 those of a virtual machine.
@@ -109,18 +109,18 @@ BLACK_HOLE_PORT = 9
 
 
 def run_in_namespace(namespace: Path, *argv: str) -> str:
-    """Run a command in a network namespace. Returns its output."""
+    """Run a command in a network namespace and return its output."""
     argv = ("nsenter", f"--net={namespace}", *argv)
     return subprocess.run(argv, capture_output=True, text=True, check=True, timeout=20).stdout
 
 
 def count_connections_in_slot(slot: Slot) -> int:
-    """Return the number of entries in the connection table of the slot's namespace."""
+    """Return the number of entries in the connection-tracking table of the slot's namespace."""
     return run_inside(slot.path, lambda: int(Path("/proc/sys/net/netfilter/nf_conntrack_count").read_text()))
 
 
 def count_connections_on_host(slot: Slot) -> int:
-    """Return the number of entries for the slot in the connection table of the host."""
+    """Return the number of entries for the slot in the host's connection-tracking table."""
     with Path("/proc/net/nf_conntrack").open() as table:
         return sum(f" src={slot.host_address} " in line for line in table)
 
@@ -194,7 +194,7 @@ async def test_a_sandbox_has_at_most_4096_connections() -> None:
 async def test_resets_that_the_host_misses_do_not_raise_the_limit(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """A reset that reaches only the slot removes the connection there. The host would keep it for days."""
+    """A reset that reaches only the slot removes the connection there, but the host would track it for days."""
     monkeypatch.setattr(rules, "MAX_CONNECTIONS", MAX_TEST_CONNECTIONS, raising=False)
 
     async with world() as w:

@@ -1,4 +1,4 @@
-"""Root in a sandbox, or a user of the host, searches for the password of the host's proxy."""
+"""Root in a sandbox, or a user of the host, searches for the password for the host's proxy."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Root in a sandbox controls text that the gateway repeats and that a user reads in a terminal."""
+"""Root in a sandbox controls text that the gateway passes on and that a user reads in a terminal."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def test_escaped_json_has_the_same_meaning() -> None:
 
 @pytest.fixture
 def hostile_gateway(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A gateway whose responses all contain hostile text. An older gateway might forward such text."""
+    """A gateway whose responses all contain hostile text, as an older gateway might forward it."""
 
     def fake_call(_: object, method: str, route: str, *__: Any, **___: Any) -> Any:
         if route.endswith("/exec"):

@@ -1,7 +1,7 @@
 """Root in a sandbox attacks the server of its volume.
 
-The tests check the privileges of a compromised server, and that it does not reveal or serve other volumes. Tests in
-``tests.kvm_xfs.test_volume_server`` cover invalid paths, names and handles.
+The tests check which privileges a compromised server has, and that it neither reveals nor serves other volumes. Tests
+in ``tests.kvm_xfs.test_volume_server`` cover invalid paths, names and handles.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ def read_process_status(pid: int) -> dict[str, str]:
 
 
 def shares_namespace(pid: int, space: str) -> bool:
-    """Return whether a process shares the namespace ``space``, such as `net`, with this process."""
+    """Return whether a process is in the same namespace of kind ``space``, such as `net`, as this process."""
     return Path(f"/proc/{pid}/ns/{space}").samefile(f"/proc/self/ns/{space}")
 
 

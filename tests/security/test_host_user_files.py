@@ -1,4 +1,4 @@
-"""An ordinary user of the host, or a guest that took over the process serving it, searches for other users' files."""
+"""An ordinary user of the host, or a guest in control of a process that serves it, tries to read others' files."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ print(json.dumps(found))
 
 
 def find_readable_files(paths: list[Path]) -> list[str]:
-    """Return those of ``paths`` that a user without privileges can read."""
+    """Return those of ``paths`` that an unprivileged user can read."""
     result = subprocess.run(
         ["/usr/bin/python3", "-I", "-c", READ_SCRIPT],
         input=json.dumps([str(path) for path in paths]),
@@ -58,7 +58,7 @@ def list_files(gateway: Gateway) -> list[Path]:
 
 @pytest.fixture
 def gateway_with_secrets(gateway: Callable[..., Gateway], monkeypatch: pytest.MonkeyPatch) -> Gateway:
-    """A gateway with secrets in its environment and with an object of each kind."""
+    """A gateway with secrets in its environment, and with one object of each kind."""
     for name, value in SECRETS.items():
         monkeypatch.setenv(name, value)
     new_gateway = gateway()
@@ -135,7 +135,7 @@ def find_processes(path: str) -> list[tuple[int, str]]:
 
 
 def test_a_host_user_cannot_run_a_jails_programs(jail_zfs_world: JailZfsWorld) -> None:
-    """Root in a jail can create a set-user-ID program, which would run as root for any user of the host."""
+    """Root in a jail can create a set-user-ID program, which any user of the host could otherwise run as root."""
     live = Live(jail_zfs_world.host(config := jail_zfs_world.config()), config)
     try:
         host: Any = live.engine.host

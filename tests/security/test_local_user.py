@@ -1,4 +1,4 @@
-"""A user without privileges attacks root on the machine where a developer runs `./dev`."""
+"""An unprivileged user attacks root on a machine where a developer runs `./dev`."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _NOBODY_UID = 65534
 def test_a_foreign_state_directory_is_refused(
     need_root: None, tmp_path: Path, variable: str, command: str, kind: str
 ) -> None:
-    """For example, a user creates /var/tmp/grove-sandbox with a virtual environment before the first demo."""
+    """For example, the attacker creates /var/tmp/grove-sandbox with a virtual environment before the first demo."""
     state, marker = tmp_path / "state", tmp_path / "ran"
     directory = tmp_path / "theirs" if kind == "link" else state
     python = directory / "gateway" / "venv" / "bin" / "python"

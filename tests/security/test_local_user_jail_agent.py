@@ -1,4 +1,4 @@
-"""A user of a jail host, without privileges, connects to the agent of a jail from the address of the gateway.
+"""An unprivileged user of a jail host connects to a jail's agent from the gateway's address.
 
 In these tests, the agent is a process on this machine, and its gateway has the loopback address.
 """
@@ -66,7 +66,7 @@ def post(port: int, path: str, body: dict[str, object], headers: dict[str, str] 
 
 
 def send_identity(port: int, key: str, monkeypatch: pytest.MonkeyPatch) -> AgentClient:
-    """Send an identity as the gateway does."""
+    """Send the agent an identity as the gateway does, and return the client that sent it."""
     monkeypatch.setattr(agent_client, "AGENT_PORT", port)
     client = AgentClient(Endpoint(ADDRESS, key=key), TOKEN)
     identity = Identity("0123456789ab", "one", TOKEN, {}, [])

@@ -52,11 +52,11 @@ class Target:
         self.sandbox: dict[str, Any] = {}
 
     def open_tcp_connection(self, source: str = ATTACKER) -> socket.socket:
-        """Open a TCP connection, without a TLS handshake."""
+        """Open a TCP connection without performing a TLS handshake."""
         return socket.create_connection(("127.0.0.1", self.daemon.port), timeout=30, source_address=(source, 0))
 
     def open_connection(self, source: str = ATTACKER) -> socket.socket:
-        """Open a connection for requests. Raises OSError if it is refused."""
+        """Open a connection that can send requests. Raises OSError if it is refused."""
         connection = self.open_tcp_connection(source)
         if self.tls is None:
             return connection
@@ -67,7 +67,7 @@ class Target:
             raise
 
     def make_client(self) -> httpx.Client:
-        """Return a client with a key, whose address is not the attacker's."""
+        """Return a client that has a key and does not connect from the attacker's address."""
         return httpx.Client(
             base_url=f"{'https' if self.tls else 'http'}://127.0.0.1:{self.daemon.port}",
             headers={"X-API-Key": ADMIN_KEY},
@@ -100,7 +100,7 @@ def _target(
 
 @pytest.fixture
 def target(_target: Target) -> Iterator[Target]:
-    """The daemon under attack. Checks after each test that all connections are closed."""
+    """The daemon under attack. Checks after each test that all connections have been closed."""
     yield _target
     eventually(lambda: _target.daemon.metric("sandbox_gateway_connections") == 0, seconds=CUT_OFF_TIMEOUT_SECONDS)
 
@@ -116,7 +116,7 @@ def request_head(request: str, *fields: str) -> bytes:
 
 
 def is_closed(connection: socket.socket) -> bool:
-    """Return whether the gateway has closed the connection. Discards any response."""
+    """Return whether the gateway has closed the connection. Discards any data received."""
     connection.settimeout(0.05)
     try:
         while connection.recv(65536):
@@ -147,7 +147,7 @@ def wait_until_cut_off(connection: socket.socket, action: Callable[[], object] =
 
 
 def test_silent_connections_are_closed(target: Target, connection_stack: contextlib.ExitStack) -> None:
-    """The attacker opens more connections than there are descriptors, from one address and then from many."""
+    """The attacker opens more connections than the daemon has descriptors, from one address and then from several."""
     connections = [connection_stack.enter_context(target.open_tcp_connection()) for _ in range(MAX_DESCRIPTORS + 100)]
     target.check_others_are_served()
     assert target.daemon.metric("sandbox_gateway_connections") <= PER_ADDRESS + 1
@@ -208,7 +208,7 @@ BEGINNINGS = {
 @pytest.mark.parametrize("beginning", BEGINNINGS)
 @pytest.mark.parametrize("extra_byte", [b"", b"x"])
 def test_an_incomplete_request_times_out(target: Target, beginning: str, extra_byte: bytes) -> None:
-    """The client stops sending, or sends a single byte at a time."""
+    """The client stops sending, or sends the rest one byte at a time."""
     if beginning == "nothing":
         extra_byte = extra_byte and b"G"
     with target.open_connection() as connection:
@@ -233,7 +233,7 @@ def test_a_request_ends_when_its_sender_hangs_up(target: Target) -> None:
 
 
 def test_an_incomplete_tls_handshake_times_out(target: Target) -> None:
-    """A port with TLS receives the beginning of a long record; other ports receive bytes that are not HTTP."""
+    """A TLS port receives the beginning of a long record. To a port without TLS, the same bytes are not HTTP."""
     with target.open_tcp_connection() as connection:
         connection.sendall(b"\x16\x03\x01\x40\x00\x01")
         wait_until_cut_off(connection, lambda: connection.sendall(b"\0"))

@@ -1,4 +1,4 @@
-"""A client without a key tries to fill the disk of the host, because each rejected request is logged."""
+"""A client without a key tries to fill the host's disk with log messages about rejected requests."""
 
 from __future__ import annotations
 

@@ -28,7 +28,7 @@ NO_KEYS: dict[str, dict[str, str]] = {
 
 @pytest.fixture
 def target(shared_target: Target) -> Iterator[Target]:
-    """The shared target. Checks that attacks do not change it and do not reach agents."""
+    """The shared target. Checks that the attack has neither changed it nor reached any agent."""
     state_before = shared_target.state()
     yield shared_target
     assert shared_target.state() == state_before and shared_target.events == shared_target.agent_calls == []
@@ -80,7 +80,7 @@ def test_headers_do_not_replace_a_key(target: Target, header: dict[str, str]) ->
 
 @pytest.mark.parametrize("key", ["", ADMIN_KEY])
 def test_bodies_of_tiny_chunks_do_not_delay_others(memory_gateway: MemoryGateway, key: str) -> None:
-    """Tens of thousands of chunks fit into one read. With 20 connections, `/health` used to take 19 s."""
+    """Tens of thousands of chunks fit into a single read. On 20 connections, they once delayed `/health` by 19 s."""
     request = f"POST /sandboxes HTTP/1.1\r\nHost: x\r\nX-API-Key: {key}\r\nTransfer-Encoding: chunked\r\n\r\n".encode()
     with (
         socket.create_connection(("127.0.0.1", memory_gateway.port), timeout=30) as connection,

@@ -1,4 +1,4 @@
-"""A client with a read-only key reads sandboxes whose agents were replaced. This must not affect others."""
+"""A client with a read-only key reads sandboxes whose agents were replaced. This must not affect other clients."""
 
 from __future__ import annotations
 

@@ -22,7 +22,7 @@ EXEC_ROUTES = re.compile(r"/sandboxes/[^/]+/exec|/v1/sandboxes/[^/]+/(exec|eval|
 
 @pytest.fixture
 def target(shared_target: Target) -> Iterator[Target]:
-    """The shared target. Checks that attacks change only files inside sandboxes."""
+    """The shared target. Checks that the attack has changed nothing except files inside sandboxes."""
     state_before = shared_target.state()
     shared_target.agent_calls.clear()
     yield shared_target
@@ -34,7 +34,7 @@ def target(shared_target: Target) -> Iterator[Target]:
 def send_attack(
     target: Target, caller: Caller, method: str, request_target: str, allowed: bool, **headers: str
 ) -> None:
-    """Send a request, and check its status. ``allowed``: whether the scope allows this method and path."""
+    """Send a request and check the response's status. ``allowed``: whether the key's scope permits the request."""
     status, body = caller.request(method, request_target, BODY, **headers)
     details = f"{method} {request_target} {headers}: {status} {body[:200]}"
     if allowed or decode_path(request_target) in OPEN_PATHS:

@@ -48,7 +48,7 @@ def trap(tmp_path: Path) -> Trap:
 
 
 class HostileGateway:
-    """A gateway that returns ``text`` in all free-text fields. With ``refuse``, it rejects all changes."""
+    """A gateway that returns ``text`` in all free-text fields. If ``refuse`` is set, it rejects all changes."""
 
     def __init__(self, gateway: FaultyGateway) -> None:
         self.text = ""
@@ -95,7 +95,7 @@ def gateway(_faulty_gateway: FaultyGateway) -> Iterator[HostileGateway]:
 def test_metadata_is_not_evaluated_as_a_template(
     core: str, gateway: HostileGateway, trap: Trap, tmp_path: Path, cached: bool
 ) -> None:
-    """The test covers variables, the results of `compose`, `groups` and `keyed_groups`, and a cache."""
+    """Covers variables, the results of `compose`, `groups` and `keyed_groups`, and cached inventories."""
     gateway.add_sandbox("web", dict(trap.texts))
     gateway.text = trap.texts["header"]
     inventory = tmp_path / "sandboxes.yml"
@@ -135,7 +135,7 @@ def test_metadata_is_not_evaluated_as_a_template(
 def test_metadata_is_not_decoded_as_ansibles_own_json(
     core: str, gateway: HostileGateway, tmp_path: Path, key: str
 ) -> None:
-    """Some keys have a special meaning in Ansible's own JSON, which is the format of caches."""
+    """Some keys have a special meaning in Ansible's own JSON, which is the format of its caches."""
     gateway.add_sandbox("web", {key: "_AnsibleTaggedStr", "value": "{{ 1 }}", "tags": "TrustedAsTemplate"})
     gateway.add_sandbox("other", {})
     inventory = tmp_path / "sandboxes.yml"
@@ -173,7 +173,7 @@ WAYS: dict[str, dict[str, Any]] = {
 def test_results_are_not_evaluated_as_templates(
     core: str, gateway: HostileGateway, trap: Trap, tmp_path: Path, way: str
 ) -> None:
-    """The test covers the results of modules that succeed or fail, alone or in a loop."""
+    """Covers the results of modules that succeed or fail, with and without a loop."""
     gateway.add_sandbox("web", dict(trap.texts))
     gateway.refuse, gateway.text = True, trap.combined_text
     common_options = {**WAYS[way], "ignore_errors": True}
@@ -211,7 +211,7 @@ def test_results_are_not_evaluated_as_templates(
 
 
 def endless_response() -> Iterator[bytes]:
-    """Yield 64 MiB of output, far more than the limit of 2 MiB."""
+    """Yield 64 MiB of output, far more than the limit of 2 MiB that the test sets."""
     yield START_FRAME
     piece = make_output(bytes(64 << 10))
     for _ in range(1 << 10):
@@ -236,7 +236,7 @@ def make_response_with_end(end: dict[str, Any]) -> bytes:
 
 
 def invalid_responses(trap: Trap) -> dict[str, tuple[Any, str]]:
-    """Return {name: (response of the agent, expected error message of the task)}."""
+    """Return {name: (the agent's response, part of the task's expected error message)}."""
     digits = b'{"event":{"end":{"exited":true,"exitCode":' + b"9" * 5000 + b"}}}"
     invalid_message = "sent an invalid response"
     text = trap.combined_text
@@ -265,7 +265,7 @@ def invalid_responses(trap: Trap) -> dict[str, tuple[Any, str]]:
 
 
 def test_invalid_responses_of_an_agent_affect_only_its_host(core: str, trap: Trap, tmp_path: Path) -> None:
-    """An invalid response becomes an error of its host. It is not evaluated as a template, and uses limited memory."""
+    """An invalid response is an error of that host. It is not evaluated as a template, and uses limited memory."""
     cases = invalid_responses(trap)
     liar = LyingGateway({name: answer for name, (answer, _) in cases.items()})
     results = tmp_path / "results.json"
@@ -311,7 +311,7 @@ def test_invalid_responses_of_an_agent_affect_only_its_host(core: str, trap: Tra
 
 
 def test_quoted_text_contains_no_terminal_codes(core: str, gateway: HostileGateway, tmp_path: Path) -> None:
-    """Ansible prints warnings of the inventory unchanged."""
+    """Ansible prints the warnings of an inventory plugin unchanged."""
     gateway.respond_to_all(502, {"message": f"the sandbox says {ESCAPE}hello", "kind": "backend_failed"})
     inventory = tmp_path / "sandboxes.yml"
     inventory.write_text(json.dumps({"plugin": "grove.sandbox.sandboxes", "gateways": [{"url": gateway.url}]}))
@@ -321,7 +321,7 @@ def test_quoted_text_contains_no_terminal_codes(core: str, gateway: HostileGatew
 
 
 def test_a_module_does_not_receive_the_key_of_the_environment(core: str, tmp_path: Path) -> None:
-    """A task that runs in a sandbox sends its options to the sandbox, where root can read them."""
+    """A task that runs in a sandbox sends its options there, where root can read them."""
     key = "key-of-the-environment"
     liar = LyingGateway({"web": make_response(json.dumps({"changed": False}))})
     with liar.serve():

@@ -1,8 +1,8 @@
-"""Root in a sandbox managed by Ansible returns arbitrary data as the result of tasks.
+"""Root in a sandbox managed by Ansible returns arbitrary data as the results of tasks.
 
-The attacker tries to redirect the next task, the gateway's key or the contents of a file on the control node to another
-address. The Ansible host for the sandbox comes from `add_host` or from a static inventory. For hosts from our inventory
-plugin, the plugin itself sets the gateway.
+The attacker tries to send the next task, the gateway's key or the contents of a file on the control node to another
+address. Most tests define the sandbox as an Ansible host with `add_host` or in a static inventory. For hosts from our
+inventory plugin, the plugin itself sets the gateway.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ def gateway() -> Iterator[LyingGateway]:
 
 
 class SecretFiles:
-    """Files on the control node: the key, and an unrelated secret."""
+    """Two files on the control node, which contain the key and an unrelated secret."""
 
     def __init__(self, folder: Path) -> None:
         self.key = folder / "key"
@@ -82,7 +82,7 @@ def check_nothing_stolen(output: str, gateway: LyingGateway, attacker_server: Ly
 
 
 def check_refused(output: str, name: str) -> None:
-    """Check that the host is unreachable, and that the message names the variable."""
+    """Check that the host is reported as unreachable, and that the message names the variable."""
     assert re.search(r"guest +: ok=\d+ +changed=\d+ +unreachable=1", output), output
     assert name in output and "must not come from facts" in output, output
 
@@ -90,7 +90,7 @@ def check_refused(output: str, name: str) -> None:
 def test_variables_of_add_host_are_sufficient(
     core: str, gateway: LyingGateway, secret_files: SecretFiles, tmp_path: Path
 ) -> None:
-    """Check that the variables of our playbooks are accepted, even for `delegate_to` in a loop."""
+    """Check that the variables that our playbooks set are accepted, even with `delegate_to` in a loop."""
     add_host_play = make_add_host_play(gateway, secret_files)
     (guest,) = add_host_play["tasks"]
     # Without ansible_host, the name of the host is the name of the sandbox.
@@ -154,7 +154,7 @@ def test_a_single_fact_cannot_redirect_tasks(
 def test_facts_cannot_redirect_tasks(
     core: str, gateway: LyingGateway, attacker_server: LyingGateway, secret_files: SecretFiles, tmp_path: Path, way: str
 ) -> None:
-    """Facts of a module redirect neither the next task nor tasks of another connection to the host."""
+    """Facts that a module returns redirect neither the next task nor tasks on another connection to the host."""
     gateway.lies["0123456789ab"] = make_facts_response(**make_false_facts(attacker_server, secret_files))
     plays: list[dict[str, Any]] = [{"hosts": "guest", "tasks": [PING, TASK]}]
     if way == "delegate_to":
@@ -206,7 +206,7 @@ def test_a_fact_cannot_name_another_host(
 def test_cached_facts_cannot_redirect_tasks(
     core: str, gateway: LyingGateway, attacker_server: LyingGateway, secret_files: SecretFiles, tmp_path: Path
 ) -> None:
-    """A false fact in the cache takes effect before the first task of the next run."""
+    """A forged fact in the cache is already set before the first task of the next run."""
     gateway.lies["0123456789ab"] = make_facts_response(**make_false_facts(attacker_server, secret_files))
     cache_environment = {
         "ANSIBLE_CACHE_PLUGIN": "ansible.builtin.jsonfile",
@@ -248,7 +248,7 @@ SETTERS: dict[str, dict[str, Any]] = {
 def test_registered_results_cannot_redirect_tasks(
     core: str, gateway: LyingGateway, attacker_server: LyingGateway, secret_files: SecretFiles, tmp_path: Path, way: str
 ) -> None:
-    """A play registers the output of a sandbox under the name of a connection variable."""
+    """A play assigns a sandbox's output to a connection variable."""
     gateway.lies["0123456789ab"] = make_response(attacker_server.url)
     (tmp_path / "fetched.yml").write_text(json.dumps(make_false_facts(attacker_server, secret_files)))
     tasks = [{**TASK, "register": "got"}, SETTERS[way], TASK]
@@ -268,7 +268,7 @@ def test_vars_of_a_play_are_refused(
     tmp_path: Path,
     where: str,
 ) -> None:
-    """Play variables can contain facts, and the connection cannot distinguish the two."""
+    """Play variables can contain facts, and the connection plugin cannot tell whether they do."""
     gateway.lies["0123456789ab"] = make_facts_response(elsewhere=attacker_server.url)
     vars_entry = {"vars": {"ansible_sandbox_gateway_url": "{{ elsewhere | default('" + gateway.url + "') }}"}}
     play = {"hosts": "guest", "tasks": [PING, {**TASK, **(vars_entry if where == "task" else {})}]}
@@ -292,7 +292,7 @@ def test_facts_do_not_affect_templates_in_host_vars(
     tmp_path: Path,
     case: str,
 ) -> None:
-    """An inventory variable may be a template that uses other inventory variables. Facts do not override them."""
+    """An inventory variable may be a template that uses other inventory variables, which facts must not override."""
     templates = {
         "value": "{{ address }}",
         "missing": "{{ ansible_facts.address | default(ansible_local.address) | default(address) }}",
@@ -328,7 +328,7 @@ def test_operator_variables_from_all_sources_apply(
     secret_files: SecretFiles,
     tmp_path: Path,
 ) -> None:
-    """The variables are in files beside the inventory and the playbook, and on the command line."""
+    """The variables are set in files next to the inventory and the playbook, and on the command line."""
     variable_files = {
         "group_vars/all.yml": {"ansible_sandbox_gateway_url": attacker_server.url},
         "group_vars/sandboxes.yml": {"ansible_sandbox_gateway_url": gateway.url},
@@ -352,7 +352,7 @@ def test_operator_variables_from_all_sources_apply(
 def test_facts_cannot_redirect_hosts_of_the_inventory_plugin(
     core: str, gateway: LyingGateway, attacker_server: LyingGateway, secret_files: SecretFiles, tmp_path: Path
 ) -> None:
-    """Only the inventory plugin decides the address of its sandboxes. Facts cannot set the key either."""
+    """Only the inventory plugin decides which address its sandboxes have. Facts cannot set the key either."""
     sandbox = {"sandboxID": "0123456789ab", "name": "guest", "templateID": "base", "snapshotID": "base"}
     gateway.sandboxes = [{**sandbox, "backend": "kvm_xfs"}]
     inventory = tmp_path / "sandboxes.yml"
@@ -371,7 +371,7 @@ def test_facts_cannot_redirect_hosts_of_the_inventory_plugin(
 def test_a_gateway_that_lists_a_foreign_sandbox_does_not_receive_its_key(
     core: str, gateway: LyingGateway, attacker_server: LyingGateway, secret_files: SecretFiles, tmp_path: Path
 ) -> None:
-    """A gateway that lists the sandbox id of another gateway receives neither its tasks nor its key."""
+    """A gateway that lists another gateway's sandbox id receives neither that gateway's tasks nor its key."""
     sandbox = {"sandboxID": "0123456789ab", "name": "guest", "templateID": "base", "snapshotID": "base"}
     gateway.sandboxes, attacker_server.sandboxes = [sandbox], [{**sandbox, "name": "other"}]
     inventory = tmp_path / "sandboxes.yml"
@@ -398,7 +398,7 @@ def test_a_gateway_that_lists_a_foreign_sandbox_does_not_receive_its_key(
 
 
 def test_the_key_is_never_shown(core: str, gateway: LyingGateway, secret_files: SecretFiles, tmp_path: Path) -> None:
-    """The key does not appear in verbose output, facts, their cache, the log, or the list of hosts to retry."""
+    """The key does not appear in verbose output, facts, the fact cache, the log, or the list of hosts to retry."""
     gateway.lies["0123456789ab"] = make_facts_response(
         harmless="{{ lookup('ansible.builtin.file', '" + str(secret_files.key) + "') }}"
     )

@@ -1,6 +1,6 @@
 """Root in a sandbox managed by Ansible returns facts that become options of the next task on the control node.
 
-The attacker tries to obtain the key of the environment. All settings of the operator still work.
+The attacker tries to obtain the key in the control node's environment. The operator's own settings must still work.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ REFUSAL_MESSAGE = "is not sent there"
 
 @pytest.fixture
 def attacker_server() -> Iterator[LyingGateway]:
-    """The server to which the sandbox tries to redirect the key."""
+    """The server to which the sandbox tries to have the key sent."""
     with LyingGateway().serve() as server:
         yield server
 
@@ -37,7 +37,7 @@ def gateway() -> Iterator[LyingGateway]:
 
 
 def write_inventory(folder: Path, gateway: LyingGateway, **variables: Any) -> Path:
-    """Write an inventory with the sandbox `guest`, whose key differs from that of the environment."""
+    """Write an inventory with the sandbox `guest`, whose key differs from the key in the environment."""
     path = folder / "hosts.yml"
     connection_variables = {
         "ansible_connection": "grove.sandbox.sandbox",
@@ -64,7 +64,7 @@ def check_refused(output: str, attacker_server: LyingGateway) -> None:
 
 
 def operator_plays(url: str) -> dict[str, dict[str, Any]]:
-    """Return plays in which the operator sets the gateway, by the name of the setting."""
+    """Return {kind of setting: a play in which the operator sets the gateway in this way}."""
     play_variable = {"gateway_url": "{{ there }}"}
     group_vars_url = {"gateway_url": "{{ sandbox_gateway_url }}"}
     loop_task = {
@@ -105,7 +105,7 @@ def operator_plays(url: str) -> dict[str, dict[str, Any]]:
 
 
 def test_the_operators_variables_are_sufficient(core: str, gateway: LyingGateway, tmp_path: Path) -> None:
-    """Check that a key in the environment is sent to addresses from all settings of the operator."""
+    """Check that the key in the environment is sent to the operator's address, however it is set."""
     (tmp_path / "vars.yml").write_text(json.dumps({"there": gateway.url}))
     (tmp_path / "tasks.yml").write_text(json.dumps([make_task(gateway_url="{{ there }}")]))
     role = tmp_path / "roles" / "ours" / "tasks"
@@ -142,7 +142,7 @@ def test_the_environments_key_goes_only_to_gateways_of_the_operator(
 
 
 def test_a_key_in_the_task_goes_to_the_tasks_address(core: str, gateway: LyingGateway, tmp_path: Path) -> None:
-    """A task may set both a key and an address. Without a key in the environment, any address is allowed."""
+    """A task may set both a key and an address. If the environment contains no key, any address is allowed."""
     set_fact_task = {"ansible.builtin.set_fact": {"got": gateway.url}}
     play_with_key = {
         "hosts": "control",
@@ -162,7 +162,7 @@ def test_a_key_in_the_task_goes_to_the_tasks_address(core: str, gateway: LyingGa
 
 
 def sandbox_plays() -> dict[str, dict[str, Any]]:
-    """Return plays in which a fact becomes an address. Each play has a task that must be rejected."""
+    """Return plays in which a fact becomes an address. Each play contains a task that must fail."""
     forged_url = {"gateway_url": "{{ there }}"}
     group_vars_url = {"gateway_url": "{{ sandbox_gateway_url }}"}
     include_task = {"ansible.builtin.include_tasks": "tasks.yml"}
@@ -213,7 +213,7 @@ def sandbox_plays() -> dict[str, dict[str, Any]]:
 def test_facts_cannot_redirect_the_key(
     core: str, gateway: LyingGateway, attacker_server: LyingGateway, tmp_path: Path
 ) -> None:
-    """Facts never decide where the key of the environment is sent. The message of each task names the remedy."""
+    """Facts never decide where the environment's key is sent. Each task's error message says what to do instead."""
     gateway.lies["0123456789ab"] = make_facts_response(
         there=attacker_server.url,
         sandbox_gateway_url=attacker_server.url,
@@ -254,7 +254,7 @@ def test_facts_cannot_redirect_the_key(
 def test_facts_of_a_delegated_task_cannot_redirect_the_key(
     core: str, gateway: LyingGateway, attacker_server: LyingGateway, tmp_path: Path
 ) -> None:
-    """Facts of a delegated task become facts of the host that delegates it."""
+    """The facts that a delegated task returns become facts of the host that delegates it."""
     gateway.lies["0123456789ab"] = make_facts_response(sandbox_gateway_url=attacker_server.url)
     tasks = [{**PING, "delegate_to": "guest"}, make_task(gateway_url="{{ sandbox_gateway_url }}")]
     play = {"hosts": "control", "tasks": tasks}

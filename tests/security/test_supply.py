@@ -1,7 +1,7 @@
-"""An attacker controls the package index from which root on a host, or a developer, installs packages.
+"""An attacker controls the package index that packages are installed from, whether by root on a host or by a developer.
 
-The index is a mirror on this machine, with the pinned files and the attacker's replacements. The task file of the role
-installs from it, with a real pip and a real virtual environment.
+The index is a mirror on this machine, with the pinned files and the attacker's replacements. The gateway role's tasks
+install from it, with a real pip and a real virtual environment.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ class Mirror(ThreadingHTTPServer):
         return f"http://127.0.0.1:{self.server_port}/simple"
 
     def find_file_name(self, project: str) -> str:
-        """Return the name of the only file of a project."""
+        """Return the name of a project's only file."""
         (name,) = (name for name in self.files if _parse_project(name) == project)
         return name
 
@@ -89,7 +89,7 @@ def _parse_project(file: str) -> str:
 
 @pytest.fixture(scope="module")
 def genuine_files(tmp_path_factory: pytest.TempPathFactory) -> dict[str, bytes]:
-    """The pinned files that this machine would install, by name."""
+    """The contents of the pinned files that this machine would install, by file name."""
     directory = tmp_path_factory.mktemp("genuine")
     requirement_options = [word for path in REQUIREMENT_FILES for word in ("--requirement", str(path))]
     argv = [
@@ -120,7 +120,7 @@ def mirror(genuine_files: dict[str, bytes]) -> Iterator[Mirror]:
 
 
 class Attack:
-    """Code that creates the file ``mark`` when it runs, in different kinds of packages."""
+    """Puts code that creates the file ``mark`` into different kinds of packages."""
 
     def __init__(self, directory: Path) -> None:
         self.mark = directory / "attacked"
@@ -131,7 +131,7 @@ class Attack:
         return self.mark.exists()
 
     def make_changed_wheel(self, wheel: bytes, module: str) -> bytes:
-        """Return the wheel with the code at the end of ``module``."""
+        """Return ``wheel`` with the code appended to the file ``module``."""
         buffer = io.BytesIO()
         with zipfile.ZipFile(io.BytesIO(wheel)) as original, zipfile.ZipFile(buffer, "w") as changed:
             for entry in original.infolist():
@@ -140,7 +140,7 @@ class Attack:
         return buffer.getvalue()
 
     def make_sdist(self, name: str, version: str) -> bytes:
-        """Return a source package whose build runs the code."""
+        """Return a source distribution that runs the code when it is built."""
         buffer = io.BytesIO()
         with tarfile.open(fileobj=buffer, mode="w:gz") as archive:
             for path, text in {
@@ -153,7 +153,7 @@ class Attack:
         return buffer.getvalue()
 
     def add_setup(self, archive: Path, root: str) -> None:
-        """Add the code as setup.py to the tar archive of a source package."""
+        """Add the code as setup.py to the tar archive of a source distribution."""
         with tarfile.open(archive, "a") as opened:
             entry = tarfile.TarInfo(f"{root}/setup.py")
             text = f"{self.code}import setuptools\nsetuptools.setup()\n".encode()
@@ -179,7 +179,7 @@ def attack(tmp_path: Path) -> Attack:
 
 
 class Host:
-    """A directory in which the role installs the gateway package."""
+    """A stand-in for a managed host: the role installs the gateway package into its directory."""
 
     def __init__(self, directory: Path, mirror: Mirror) -> None:
         self.directory = directory
@@ -256,7 +256,7 @@ def test_a_newer_build_backend_is_not_used(mirror: Mirror, host: Host, attack: A
 
 
 def test_a_changed_gateway_package_is_not_built(host: Host, attack: Attack) -> None:
-    """The program that creates the virtual environment replaces the file after the role has copied it."""
+    """The program that creates the virtual environment replaces the package after the role has copied it."""
     tarball, python = host.install_directory / "sandbox-gateway.tar.gz", host.directory / "python"
     changed_archive = host.directory / "evil.tar"
     subprocess.run(
@@ -275,7 +275,7 @@ def test_a_changed_gateway_package_is_not_built(host: Host, attack: Attack) -> N
 
 @pytest.fixture
 def checkout(tmp_path: Path) -> Path:
-    """The files from which `./dev` creates .venv, with only the packages of the gateway."""
+    """A checkout with the files from which `./dev` creates .venv, and with only the gateway's requirements."""
     directory = tmp_path / "checkout"
     shutil.copytree(GATEWAY, directory / "gateway", ignore=shutil.ignore_patterns("*.egg-info", "__pycache__", "build"))
     shutil.copy(session.REPOSITORY / "dev", directory)
@@ -300,5 +300,5 @@ def test_dev_does_not_use_a_newer_build_backend(mirror: Mirror, checkout: Path, 
 
 
 def _run_dev(checkout: Path, mirror: Mirror) -> subprocess.CompletedProcess[str]:
-    """Run `./dev test unit`, which creates .venv. The tests do not exist in the checkout."""
+    """Run `./dev test unit`, which first creates .venv. The checkout contains no tests."""
     return _run_installer([str(checkout / "dev"), "test", "unit"], dict(os.environ), PIP_INDEX_URL=mirror.url)

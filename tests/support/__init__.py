@@ -1,1 +1,1 @@
-"""Shared code of the tests, except for fixtures."""
+"""Code that tests share, except for fixtures."""

@@ -1,4 +1,4 @@
-"""Run Ansible with the oldest release of ansible-core that the collection supports, or with the newest one."""
+"""Run Ansible with the oldest supported release of ansible-core, or with the newest."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ _RUN_TIMEOUT_SECONDS = 300
 def run_command(
     core: str, program: str, *arguments: str | Path, cwd: Path, environment: dict[str, str] | None = None
 ) -> subprocess.CompletedProcess[str]:
-    """Run a program of Ansible: ``program`` is "playbook" for `ansible-playbook`, and so on."""
+    """Run one of Ansible's programs. ``program`` is "playbook" for `ansible-playbook`, and so on."""
     return subprocess.run(
         [sys.executable, "-m", "ansible", program, *map(str, arguments)],
         env={**os.environ, **_environment(core, cwd), **(environment or {})},
@@ -46,7 +46,7 @@ def run_command(
 
 
 def run_plays(core: str, directory: Path, hosts: Path | str, *plays: dict[str, Any], **environment: str) -> str:
-    """Run plays without gathering facts, and return their output. A traceback in the output fails the test."""
+    """Run plays without gathering facts, and return their output. The test fails if the output contains a traceback."""
     playbook = directory / "book.yml"
     playbook.write_text(json.dumps([{"gather_facts": False, **each} for each in plays]))
     python = f"ansible_python_interpreter={sys.executable}"
@@ -71,7 +71,7 @@ def _environment(core: str, scratch: Path) -> dict[str, str]:
 
 @cache
 def _install_oldest() -> Path:
-    """Install the oldest release and its requirements, once for each test state. Return the directory."""
+    """Install the oldest release and its requirements in the cache unless it is there, and return its directory."""
     version = ".".join(map(str, sys.version_info[:2]))
     digest = hashlib.sha256(" ".join([version, *_OLDEST_PINS]).encode()).hexdigest()[:32]
     directory = session.cache_dir() / f"ansible-core-{digest}"

@@ -1,4 +1,4 @@
-"""A certificate for tests with TLS."""
+"""Certificates for tests that use TLS."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from pathlib import Path
 
 
 def create_certificate(directory: Path) -> tuple[Path, Path]:
-    """Create a self-signed certificate for localhost. Returns its file and that of its key."""
+    """Create a self-signed certificate for localhost, and return the paths of the certificate and its key."""
     cert, key = directory / "cert.pem", directory / "key.pem"
     subprocess.run(
         [

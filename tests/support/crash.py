@@ -1,8 +1,9 @@
-"""Run operations of an engine, each in a separate process, and kill them: ``python -m tests.support.crash``.
+"""Run engine operations, each in a separate process, and kill them midway: ``python -m tests.support.crash``.
 
-An audit hook counts every step that changes the world outside the process, such as creating or renaming a file, an
-ioctl, a new process, or a command to QEMU. At the requested step, the process exits immediately, as after ``kill -9``.
-If no step is requested, it ends normally and prints the number of steps and the numbers of the QMP commands as JSON.
+An audit hook counts every step that has an effect outside the process, such as creating or renaming a file, issuing an
+ioctl, starting a process, or sending a command to QEMU. At the requested step, the process exits immediately, as after
+``kill -9``. If it does not reach that step, it ends normally, and prints the number of steps and the numbers of those
+that are QMP commands, as JSON.
 
 Each operation runs in a forked copy of a process that has already imported all modules. With arguments, the program
 instead creates a scenario, prints its state to standard output, and waits until it is killed.
@@ -48,7 +49,7 @@ _STEP_EVENTS = {
 
 
 async def _claim(engine: Engine) -> None:
-    """Keep one fork of a snapshot ready, claim it, and discard the fork that replaces it."""
+    """Prewarm one fork of a snapshot, claim it, and discard the fork that was started to replace it."""
     snapshot_id = engine.snapshots.get("mark").id
     await engine.prewarm.set_target(snapshot_id, 1)
     await _wait_until_ready(engine, snapshot_id, 1)
@@ -94,7 +95,7 @@ VOLUME_OPERATIONS: dict[str, Any] = {
 
 
 async def _create_ten_with_volumes(engine: Engine) -> None:
-    """Create ten sandboxes that mount one of four volumes each, and all of them a fifth one, most of them read-only."""
+    """Create ten sandboxes that each mount one of four volumes and a fifth one, which is read-only in most of them."""
     for number in range(5):
         await engine.volumes.create(f"v{number}", 64)
     for first in range(4):
@@ -109,7 +110,7 @@ SCENARIOS: dict[str, Any] = {"ten-with-volumes": _create_ten_with_volumes}
 
 
 def observable_state(engine: Engine) -> Any:
-    """Return everything about sandboxes and volumes that a restart must not change, as plain data."""
+    """Return, as plain data, everything about sandboxes and volumes that a restart must not change."""
     sandboxes = [each.model_dump(mode="json", exclude={"host"}) for each in engine.sandboxes.list()]
     mounts_by_volume = {
         each.name: [(sandbox.name, mount.path, mount.read_only) for sandbox, mount in engine.volumes.mounts_of(each)]
@@ -122,7 +123,7 @@ def observable_state(engine: Engine) -> Any:
 
 
 class Daemon:
-    """A gateway's engine in a separate process, which creates a scenario."""
+    """A separate process whose engine creates a scenario and then waits to be killed."""
 
     def __init__(self, config: Config, factory: str, scenario: str, path: Path) -> None:
         path.write_text(config.model_dump_json())
@@ -140,7 +141,7 @@ class Daemon:
         self._errors.close()
 
     def read_state(self, seconds: float) -> Any:
-        """Wait for the scenario, and return its observable state."""
+        """Wait until the scenario has been created, and return its observable state."""
         assert self._process.stdout is not None
         assert select.select([self._process.stdout], [], [], seconds)[0], "the scenario was not ready in time"
         line = self._process.stdout.readline()
@@ -161,9 +162,10 @@ class Runner:
         self._process: subprocess.Popen[str] | None = None
 
     def run(self, config: Config, operation: str, fatal: int, output: Path) -> int:
-        """Run an operation, and kill it at the step ``fatal``. Return its exit code: 0, KILLED, or another if it fails.
+        """Run an operation whose process is killed at the step ``fatal``, and return the process's exit code.
 
-        Its output is written to the file ``output``.
+        The exit code is 0 if the operation finishes first, KILLED, or another code if the operation fails. The process
+        writes its output to the file ``output``.
         """
         if self._process is None:
             argv = [sys.executable, "-m", "tests.support.crash"]
@@ -188,7 +190,7 @@ class Runner:
 
 
 class StepCounter:
-    """Counts steps, and exits the process at the step ``fatal``."""
+    """Counts the steps of this process, and exits it at the step ``fatal``."""
 
     def __init__(self, fatal: int) -> None:
         self._fatal = fatal

@@ -34,7 +34,7 @@ asyncio.run(serving.run(load(Path(sys.argv[1]))))
 class Daemon:
     """A daemon that listens on a unix socket and on ``port``.
 
-    ``files``: its limit of open files; 0: the limit of this process.
+    ``files``: its limit on open files, or 0 to use the limit of this process.
     """
 
     def __init__(self, root: Path, *, files: int = 0, **server: Any) -> None:
@@ -82,7 +82,7 @@ class Daemon:
         self._run.cleanup()
 
     def administrator(self) -> httpx.Client:
-        """Return a client with administrator rights, which connects over the unix socket."""
+        """Return a client that connects over the unix socket, and so has administrator rights."""
         transport = httpx.HTTPTransport(uds=str(self.socket))
         return httpx.Client(transport=transport, base_url="http://gateway", timeout=30)
 
@@ -92,7 +92,7 @@ class Daemon:
             client.get("/health").raise_for_status()
 
     def create_sandbox(self, name: str = "one") -> dict[str, Any]:
-        """Build the template `base`, and create a sandbox from it. Return its fields, including its `address`."""
+        """Build the template `base`, create a sandbox from it, and return the sandbox's fields, including `address`."""
         with self.administrator() as client:
             build = client.post("/templates", json={"name": "base"}).raise_for_status().json()
             client.get(f"/templates/base/builds/{build['buildID']}/logs", params={"follow": "true"})
@@ -112,7 +112,7 @@ class Daemon:
         return len(list(Path(f"/proc/{self.process.pid}/fd").iterdir()))
 
     def metric(self, name: str, **labels: str) -> float:
-        """Return the value of a metric; 0 if it does not exist yet."""
+        """Return the value of a metric, or 0 if it does not exist yet."""
         with self.administrator() as client:
             text = client.get("/metrics").text
         label_text = ",".join(f'{key}="{value}"' for key, value in labels.items())

@@ -1,7 +1,7 @@
-"""A gateway with faults on request: the real API and engine with an in-memory host, behind a proxy.
+"""A gateway that fails on request: the real API and engine with an in-memory host, behind a proxy.
 
-The proxy is an HTTP server that forwards requests, and can refuse, change, delay or drop them. The machines of the host
-are those of tests/api/memory_host.py, with a shell that supports the commands of the collection's tests.
+The proxy is an HTTP server that forwards requests, and can refuse, change, delay or drop them. The host's machines are
+those of tests/api/memory_host.py, with a shell that supports the commands that the collection's tests run.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ Intercept = Callable[[str, str], "tuple[int, Any] | None"]
 
 
 class ShellMachine(Machine):
-    """A machine whose shell performs writes to a file, fails for `false`, and succeeds for all other commands."""
+    """A machine whose shell can write to a file, fails for `false`, and succeeds for all other commands."""
 
     def _start_process(self, body: bytes) -> bytes:
         return super()._start_process(body.replace(b'"false"', b'"fail"'))
@@ -54,7 +54,7 @@ class ShellMachine(Machine):
 
 
 class FaultyHost(MemoryHost):
-    """A host of ShellMachines. Agents of sandboxes in ``failing`` do not respond. Builds wait while ``hold_builds``."""
+    """A host of ShellMachines. Forks of sandboxes in ``failing`` fail. Builds wait if ``hold_builds`` is set."""
 
     machine_type = ShellMachine
     hold_builds = False
@@ -74,12 +74,13 @@ class FaultyHost(MemoryHost):
 class FaultyGateway:
     """A gateway behind a proxy at ``url``. ``calls``: (method, target) of each request to the proxy.
 
-    ``token``: the only key that the proxy accepts; empty: no key is needed. ``version``: the version that it reports.
+    ``token``: the only key that the proxy accepts, or "" if no key is needed. ``version``: the version that the proxy
+    reports instead of the gateway's, unless empty.
 
-    Faults: ``failing``, names of sandboxes whose fork or rollback fails; ``hold_builds``: builds wait; ``busy``,
-    number of the next requests to refuse with status 429; ``cut``, number of the next connections to close without a
-    response; ``delay``, seconds before each response; ``vanish``, ids of snapshots and sandboxes that are removed after
-    a client has read them; ``intercept`` and ``rewrite``, see their types.
+    Faults: ``failing``, names of sandboxes whose fork or rollback fails; ``hold_builds``, whether builds wait;
+    ``busy``, how many of the next requests to refuse with status 429; ``cut``, how many of the next connections to
+    close without a response; ``delay``, seconds before each response; ``vanish``, ids of snapshots and sandboxes that
+    are removed after a client has read them; ``intercept`` and ``rewrite``, see their types.
     """
 
     def __init__(self, root: Path) -> None:
@@ -109,7 +110,7 @@ class FaultyGateway:
 
     @contextlib.contextmanager
     def serve_on_unix_socket(self, path: Path) -> Iterator[str]:
-        """Also serve the proxy on a unix socket. Yields its URL."""
+        """Make the proxy listen on a unix socket too, and yield its URL there."""
         with _serving(_UnixServer(str(path), self._handler)):
             yield f"unix://{path}"
 
@@ -119,7 +120,7 @@ class FaultyGateway:
     # -- direct requests, without the proxy ----------------------------------------------------------------------------
 
     def request(self, method: str, path: str, body: Any = None) -> Any:
-        """Send a request that must succeed, and return the data of the response."""
+        """Send a request, check that it succeeds, and return the data in the response."""
         status, _, raw = self._forward(method, path, None if body is None else json.dumps(body).encode())
         assert status < 400, (method, path, raw)
         return json.loads(raw) if raw else None
@@ -149,7 +150,7 @@ class FaultyGateway:
             time.sleep(0.02)
 
     def write_file(self, name: str) -> None:
-        """Write a file in a sandbox, if it is running."""
+        """Write a file in a sandbox if the sandbox is running."""
         if self.request("GET", f"/sandboxes?name={name}&state=running"):
             self.request("POST", f"/sandboxes/{name}/exec", {"args": ["write", "/root/written", "something"]})
 
@@ -197,7 +198,7 @@ class FaultyGateway:
     # -- the proxy -----------------------------------------------------------------------------------------------------
 
     def respond(self, method: str, target: str, raw: bytes, key: str) -> tuple[int, Any, dict[str, str]]:
-        """Return the status, the JSON (None: no body) and the headers of the response."""
+        """Return the status, the JSON data (None if there is no body) and the headers of the response."""
         time.sleep(self.delay)
         path, _, query = target.partition("?")
         with self._lock:
@@ -278,7 +279,7 @@ def _error_body(status: int, kind: str, message: str) -> dict[str, Any]:
 
 
 class _ApiFields:
-    """The fields and query parameters in an OpenAPI document. The proxy rejects others, which the gateway ignores."""
+    """The fields and query parameters in an OpenAPI document. The proxy rejects others; the gateway would not."""
 
     def __init__(self, document: dict[str, Any]) -> None:
         self._document = document
@@ -294,7 +295,7 @@ class _ApiFields:
         return []
 
     def _unknown_fields(self, value: Any, schema: dict[str, Any]) -> list[str]:
-        """Return the fields of ``value`` that no alternative of the schema has."""
+        """Return the fields of ``value`` that the schema does not define."""
         if "$ref" in schema:
             return self._unknown_fields(
                 value, self._document["components"]["schemas"][schema["$ref"].rpartition("/")[2]]

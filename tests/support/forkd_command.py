@@ -15,7 +15,7 @@ _START_TIMEOUT_SECONDS = 20
 
 
 def install(directory: Path, *settings: str) -> Path:
-    """Write the command to ``directory``, as an installation of the package would, and return its path.
+    """Write the command to ``directory``, as installing the package would, and return the path.
 
     ``settings``: Python statements that change the modules ``command`` and ``port`` before the command runs.
     """

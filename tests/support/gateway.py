@@ -22,9 +22,9 @@ _BUILD_TIMEOUT_SECONDS = 900
 
 
 class Gateway:
-    """A daemon with its own directories and network. ``environment`` is added to the environment of this process.
+    """A daemon with its own directories and network. ``environment``: variables to add to those of this process.
 
-    ``client`` connects as an administrator over ``socket``; programs use ``url``.
+    ``client`` connects over ``socket``, as an administrator. Programs can connect to ``url``.
     """
 
     def __init__(
@@ -63,7 +63,7 @@ class Gateway:
         self.config.write_text(_to_toml(settings))
 
     def start(self, *, seconds: float = 90) -> None:
-        """Start the daemon and wait until it responds. Raises RuntimeError with the end of its log if it does not."""
+        """Start the daemon and wait until it responds. If it does not, raise RuntimeError with the end of its log."""
         with self.log_file.open("ab") as log:
             self.process = subprocess.Popen(
                 [*self._program, "serve", "--config", str(self.config)],
@@ -111,9 +111,9 @@ class Gateway:
         return "\n".join(self.log_file.read_text(errors="replace").splitlines()[-lines:])
 
     def call(self, method: str, path: str, body: Any = None, *, status: int | None = None, **options: Any) -> Any:
-        """Send a request, and return the JSON of the response (None if empty).
+        """Send a request, and return the JSON of the response, or None if it is empty.
 
-        Fails and shows the response if its status is not ``status`` (default: any 2xx).
+        Fails, showing the response, if the response's status is not ``status`` (default: any 2xx).
         """
         response = self.client.request(method, path, json=body, **options)
         is_expected = response.is_success if status is None else response.status_code == status
@@ -127,13 +127,13 @@ class Gateway:
         return result
 
     def sh(self, sandbox: str, script: str) -> str:
-        """Run a shell command that must succeed, and return its output."""
+        """Run a shell command, check that it succeeds, and return its output."""
         result = self.execute(sandbox, "/bin/sh", "-c", script)
         assert result["exitCode"] == 0, result
         return str(result["stdout"])
 
     def end(self) -> list[str]:
-        """Remove all sandboxes and stop the daemon. Return a sentence for each problem."""
+        """Remove all sandboxes and stop the daemon. Return a description of each problem."""
         problems: list[str] = []
         try:
             if not self.is_responding():
@@ -167,7 +167,7 @@ class Gateway:
 
 
 def build_template(gateway: Gateway, name: str, **recipe: Any) -> dict[str, Any]:
-    """Build a template unless it exists, and wait until it is ready. A failure shows the end of the build's log."""
+    """Build a template unless it exists, and wait until it is ready. If it fails, show the end of its log."""
     body = {"name": name, "from": "debootstrap", "cpuCount": 1, "memoryMB": 256, "diskSizeMB": 2048, **recipe}
     build = gateway.call("POST", "/templates", body)
     deadline = time.monotonic() + _BUILD_TIMEOUT_SECONDS

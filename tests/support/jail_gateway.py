@@ -14,7 +14,7 @@ from tests.support.jail_world import JailZfsWorld
 
 @contextmanager
 def jail_gateway(world: JailZfsWorld, scratch: Path, **sections: dict[str, Any]) -> Iterator[Gateway]:
-    """Run a gateway on ``world`` with its template, in the directory ``scratch``. Remove everything at the end."""
+    """Run a gateway on ``world``, with the world's template and in the directory ``scratch``. Cleans up at the end."""
     config = world.config()
     config_values = config.model_dump(mode="json")
     settings: dict[str, dict[str, Any]] = {

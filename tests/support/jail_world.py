@@ -1,4 +1,4 @@
-"""A jail/ZFS host for the tests of the engine: emulated FreeBSD commands on Linux, real ZFS, Debian in the jails."""
+"""A jail/ZFS host for engine tests, with FreeBSD commands emulated on Linux, real ZFS, and Debian in the jails."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def shim_environment(state: Path | None = None) -> dict[str, str]:
 
 
 class ShimHost(JailZfsHost):
-    """The real host, with the commands of the shim."""
+    """The real host class, which runs the commands of the FreeBSD shim."""
 
     def __init__(self, config: Config) -> None:
         super().__init__(config, environment=shim_environment())
@@ -67,7 +67,7 @@ def shim(*argv: str, input: str | None = None, check: bool = True, state: Path |
 
 
 def debian_tarball() -> Path:
-    """Return a tarball of Debian with Python. It is created once and then cached."""
+    """Return a cached tarball of Debian with Python, which is created on first use."""
     sources = apt.host_sources(_SUITE)
     digest = hashlib.sha256(json.dumps([_SUITE, _PACKAGES, sources]).encode()).hexdigest()[:16]
     tarball = session.cache_dir() / f"jail-{digest}.tar"
@@ -88,7 +88,7 @@ def debian_tarball() -> Path:
 
 @contextmanager
 def jail_zfs_world() -> Iterator[JailZfsWorld]:
-    """Create a private pool and a shim. Remove both at the end."""
+    """Create a world with a private pool and a FreeBSD shim, and remove both at the end."""
     with pools.pool(f"t{session.run_id()}w", session.run_dir(), megabytes=6144) as pool, open_world(pool) as world:
         yield world
 
@@ -234,7 +234,7 @@ class JailZfsWorld:
         return self.mount_point(config)
 
     def volume_mounts(self, config: Config) -> set[tuple[str, str, bool]]:
-        """Return ``(path, volume id, read-only)`` of each volume that is mounted in a jail."""
+        """Return ``(path, volume id, whether read-only)`` for each volume that is mounted in a jail."""
         rows = json.loads(shim("mount", "--libxo", "json", "-v", "-t", "nullfs"))["mount"].get("mounted", [])
         volumes = f"{self.mount_point(config)}/volumes/"
         return {
@@ -252,7 +252,7 @@ class JailZfsWorld:
         monkeypatch.setattr("sandbox_gateway.zfs.lzc_snapshot", refuse)
 
     def break_volume_capture(self, host: Host, monkeypatch: pytest.MonkeyPatch) -> None:
-        """Make the second snapshot of a capture fail, after the first has been taken."""
+        """Let the next capture take its first snapshots, and make it fail when it takes more."""
         take_snapshots = snapshots._snapshot_at_once
         captured_names: list[str] = []
 
@@ -303,7 +303,7 @@ class JailZfsWorld:
 
 
 def _is_within(process: Path, directory: Path) -> bool:
-    """Return whether the root or (for the first process of a jail) the working directory is below ``directory``."""
+    """Return whether a process's root or (in a jail's first process) working directory is below ``directory``."""
     try:
         return process.name.isdigit() and any(
             str((process / link).readlink()).startswith(f"{directory}/") for link in ("root", "cwd")

@@ -1,4 +1,4 @@
-"""A fake gateway whose sandboxes send hostile responses, chosen by a test, to the connection plugin."""
+"""A fake gateway whose sandboxes send the connection plugin hostile responses that a test chooses."""
 
 from __future__ import annotations
 
@@ -30,12 +30,12 @@ def make_output(text: str | bytes) -> bytes:
 
 
 def make_response(text: str) -> bytes:
-    """Make the complete response for a command that prints ``text`` and succeeds."""
+    """Return the complete response for a command that prints ``text`` and succeeds."""
     return START_FRAME + make_output(text) + END_FRAMES
 
 
 def make_facts_response(**values: Any) -> bytes:
-    """Make the complete response of an interpreter that returns facts instead of running the module."""
+    """Return the complete response of an interpreter that returns facts instead of running the module."""
     return make_response(json.dumps({"changed": False, "ansible_facts": values}))
 
 
@@ -46,9 +46,9 @@ Pieces = Callable[[], Iterable[bytes]]
 class LyingGateway:
     """A gateway without an engine.
 
-    ``lies``: by sandbox, the response to every command, or the status and the message of a refusal. ``sandboxes``: its
-    list of sandboxes. ``request_headers`` and ``bodies``: the headers and the decoded contents of each request.
-    ``sent_bytes``: the number of bytes sent in responses, by sandbox.
+    ``lies``: for each sandbox, the response to every command, or the status and message of an error. ``sandboxes``: the
+    sandboxes that the gateway lists. ``request_headers`` and ``bodies``: the headers and the decoded contents of each
+    request. ``sent_bytes``: for each sandbox, the number of bytes sent in responses.
     """
 
     def __init__(self, lies: dict[str, bytes | Pieces | tuple[int, str]] | None = None) -> None:
@@ -60,7 +60,7 @@ class LyingGateway:
         self.url = ""
 
     def received_keys(self) -> set[str]:
-        """Return the keys in the received requests."""
+        """Return all keys that requests contained."""
         schemes = [headers.get("Authorization", "").partition(" ") for headers in self.request_headers]
         # The other scheme, Basic, contains the name of the user who runs a command.
         return {headers["X-API-Key"] for headers in self.request_headers if "X-API-Key" in headers} | {
@@ -69,7 +69,7 @@ class LyingGateway:
 
     @contextlib.contextmanager
     def serve(self) -> Iterator[LyingGateway]:
-        """Run the HTTP server at ``url``, on a loopback port."""
+        """Run the HTTP server on a loopback port, at ``url``."""
         server = ThreadingHTTPServer(("127.0.0.1", 0), type("Handler", (_Handler,), {"liar": self}))
         server.daemon_threads = True
         self.url = f"http://127.0.0.1:{server.server_address[1]}"
@@ -84,7 +84,7 @@ class LyingGateway:
 
 
 def _append_decoded(body: bytes) -> bytes:
-    """Return a request followed by the decoded text of everything in it that is base64-encoded, at any depth."""
+    """Return a request body, followed by everything base64-encoded in it in decoded form, at any depth."""
     texts = [body]
     for text in texts:
         for encoded in re.findall(rb"[A-Za-z0-9+/]{40,}={0,2}", text):

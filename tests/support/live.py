@@ -1,4 +1,4 @@
-"""A real engine on a real host inside the test's process, for tests that are not coroutines."""
+"""A real engine with a real host inside the test's process, for tests that are not coroutines."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class Live:
         return asyncio.run_coroutine_threadsafe(work, self._loop).result(timeout)
 
     def shell(self, ref: str, command: str, *, timeout: float = 60) -> str:
-        """Run a command that must succeed inside a sandbox, and return its standard output."""
+        """Run a command inside a sandbox, check that it succeeds, and return its standard output."""
         result = self.do(self.engine.commands.exec(ref, ["sh", "-c", command], timeout=timeout))
         assert result.exit_code == 0, (command, result)
         return result.stdout.decode()
@@ -55,7 +55,7 @@ class Live:
         return self.do(run_on_loop())
 
     def wait_for(self, check: Any, *args: Any) -> None:
-        """Call a check on the loop's thread until it passes, because cleanup takes time. Raises AssertionError."""
+        """Repeat a check on the loop's thread until it passes. Raises AssertionError if it does not pass in time."""
         deadline = time.monotonic() + _SETTLE_TIMEOUT_SECONDS
         while True:
             try:
@@ -104,7 +104,7 @@ class Live:
 def engines(world: World) -> Iterator[Callable[..., Live]]:
     """Yield ``make_live``. At the end, remove everything that its engines left on the machine.
 
-    ``make_live(limits={…})`` opens an engine with its own state; ``make_live(config=config)`` reopens a state.
+    ``make_live(limits={…})`` opens an engine with a new state, and ``make_live(config=config)`` with an existing one.
     """
     opened: list[Live] = []
 

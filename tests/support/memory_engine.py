@@ -48,7 +48,7 @@ async def wait_until(condition: Callable[[], object]) -> None:
 
 
 class Gate:
-    """Blocks calls of a host until ``opened`` is set. ``reached`` is set when the first call arrives."""
+    """Blocks its callers until ``opened`` is set. ``reached`` is set when the first call arrives."""
 
     def __init__(self) -> None:
         self.reached = asyncio.Event()

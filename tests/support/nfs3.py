@@ -1,6 +1,6 @@
-"""A client for NFSv3 and its MOUNT protocol (RFC 1813) over TCP, which can send the requests of a hostile sandbox.
+"""A client for NFSv3 and its MOUNT protocol (RFC 1813) over TCP, which can send what a hostile sandbox would.
 
-The caller chooses handles, user ids and programs. The client implements only what the tests need.
+The caller chooses handles, user ids and RPC programs. The client implements only what the tests need.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ UNSTABLE, FILE_SYNC = 0, 2
 
 
 class RpcRejected(Exception):
-    """The server rejected the call in its RPC layer, before any file was accessed."""
+    """The server's RPC layer rejected the call before accessing any file."""
 
 
 class NfsError(Exception):
@@ -95,10 +95,10 @@ def _new_attributes(mode: int | None = None, size: int | None = None) -> bytes:
 
 
 class Connection:
-    """A TCP connection to one of the server's ports, as the user ``uid`` and the group ``gid``."""
+    """A TCP connection to one of the server's ports, which acts as the user ``uid`` and the group ``gid``."""
 
     def __init__(self, address: str, port: int, *, uid: int = 0, gid: int = 0, seconds: float = 5, source: int = 0):
-        """Connect to the server. ``source``: the source port; 0: any port."""
+        """Connect to the server. ``source``: the source port, or 0 for any port."""
         self._uid, self._gid = uid, gid
         self._xids = itertools.count(int.from_bytes(os.urandom(3), "big"))
         self._socket = socket.create_connection((address, port), seconds, ("", source) if source else None)
@@ -159,7 +159,7 @@ class Mount(Connection):
         return reply.opaque()
 
     def exports(self) -> list[tuple[str, list[str]]]:
-        """Return the exports that the server lists, each with its clients."""
+        """Return (path, clients) for each export that the server lists."""
         reply, exports = self.call(MOUNT, 3, 5), []
         while reply.u32():
             path, groups = reply.opaque().decode(), []
@@ -170,7 +170,7 @@ class Mount(Connection):
 
 
 class Nfs(Connection):
-    """A connection for NFS procedures. Handles are bytes. Raises NfsError for any status except OK."""
+    """A connection for NFS procedures. Handles are bytes. Methods raise NfsError for any status other than OK."""
 
     def getattr(self, handle: bytes) -> Attributes:
         return self._call_nfs(1, opaque(handle)).attributes()
@@ -192,7 +192,7 @@ class Nfs(Connection):
         return reply.u32()
 
     def create(self, directory: bytes, name: str, mode: int = 0o644) -> bytes:
-        """Create a file, or open an existing one. Return its handle."""
+        """Create a file unless it exists, and return its handle."""
         arguments = opaque(directory) + opaque(name.encode()) + struct.pack(">I", 0) + _new_attributes(mode)
         return self._read_new_handle(self._call_nfs(8, arguments), directory, name)
 

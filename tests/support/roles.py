@@ -1,4 +1,4 @@
-"""Run a role of the collection as a user would: with a play and `ansible-playbook`."""
+"""Run a role of the collection as a user would, with a play and `ansible-playbook`."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _BIN = Path(sys.executable).parent
 
 @dataclass(frozen=True)
 class PlayResult:
-    """The result of a play. ``changed``: number of tasks that changed something. ``message``: the error, if any."""
+    """The result of a play. ``changed``: the number of tasks that changed something. ``message``: the error, or ""."""
 
     output: str
     changed: int
@@ -37,9 +37,9 @@ class PlayResult:
 def play(
     role: str, variables: dict[str, Any], *, check: bool = False, into: Path | None = None, inside: tuple[str, ...] = ()
 ) -> PlayResult:
-    """Apply ``role`` to this machine, for at most ten minutes.
+    """Apply ``role`` to this machine, or to the one that ``inside`` enters. Times out after ten minutes.
 
-    ``into``: the directory of the playbook. ``inside``: a command prefix that enters another machine.
+    ``into``: the directory for the playbook. ``inside``: a command prefix that enters another machine.
     """
     directory = into or session.run_dir()
     playbook = directory / f"play-{role}.json"

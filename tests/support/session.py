@@ -1,4 +1,4 @@
-"""Directories, names and addresses of this test run, distinct from those of other runs and lanes (``pytest -n``)."""
+"""Directories, names and addresses of this test run that no other run or lane (``pytest -n``) uses."""
 
 from __future__ import annotations
 
@@ -35,21 +35,21 @@ def state_dir() -> Path:
 
 @cache
 def run_id() -> str:
-    """Return the three letters or digits that identify this run."""
+    """Return the code of three letters or digits that identifies this run."""
     code = "".join(secrets.choice(_DIGITS) for _ in range(3))
     return os.environ.setdefault(RUN_VARIABLE, f"{os.getpid()}-{code}").rpartition("-")[2]
 
 
 def run_path() -> Path:
-    """Return the path of the directory of this run, which may not exist."""
+    """Return the path of this run's directory, which may not exist yet."""
     run_id()
     return state_dir() / f"run-{os.environ[RUN_VARIABLE]}"
 
 
 def run_dir() -> Path:
-    """Return this lane's directory below ``run_path``. Create it on first use; it is removed at the end of the run.
+    """Return this lane's directory below ``run_path``, which is created on first use and removed after the run.
 
-    Its path is short, because the path of a unix socket may have at most 107 characters.
+    The path is short, because the path of a unix socket may have at most 107 characters.
     """
     path = run_path() / str(LANE)
     path.mkdir(parents=True, exist_ok=True)
@@ -63,7 +63,7 @@ def cache_dir() -> Path:
 
 
 def network() -> dict[str, str]:
-    """Return ``{prefix, subnet}`` for another gateway: a prefix that starts with this run's, and 256 slots."""
+    """Return ``{prefix, subnet}`` for another gateway: a prefix that starts with this run's, and room for 256 slots."""
     if LANE >= LANES or (number := next(_gateway_numbers)) >= _GATEWAYS_PER_LANE:
         raise RuntimeError(f"a test run has names for {LANES} lanes with {_GATEWAYS_PER_LANE} gateways each")
     number += LANE * _GATEWAYS_PER_LANE
@@ -76,7 +76,7 @@ def network() -> dict[str, str]:
 
 
 def free_port() -> int:
-    """Return a TCP port of this lane on which no process listens, and which no earlier call returned."""
+    """Return a TCP port of this lane on which no process listens, and which no earlier call has returned."""
     for number in itertools.islice(_port_numbers, len(_PORTS)):
         with socket.socket() as probe, contextlib.suppress(OSError):
             probe.bind(("127.0.0.1", port := _PORTS[number % len(_PORTS)]))
@@ -85,7 +85,7 @@ def free_port() -> int:
 
 
 def link_collection() -> None:
-    """Create a symbolic link to the repository where Ansible searches for the collection."""
+    """Create a symbolic link to the repository at the path where Ansible looks for the collection."""
     link = COLLECTIONS / "ansible_collections" / "grove" / "sandbox"
     if not link.is_symlink():
         link.parent.mkdir(parents=True, exist_ok=True)

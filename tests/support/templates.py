@@ -20,7 +20,7 @@ RECIPE = Recipe(resources=Resources(memory_mb=256, disk_mb=2048))
 
 
 def copy_cached(root: Path, name: str) -> None:
-    """If the template is cached, copy it to a state root and name it ``name``. The next build then finds it."""
+    """If the template is cached, copy it to a state root under the name ``name``, so that it need not be built."""
     cached = _cache_path()
     if cached.exists():
         manifest = _manifest(cached)
@@ -31,7 +31,7 @@ def copy_cached(root: Path, name: str) -> None:
 
 
 def add_to_cache(root: Path) -> None:
-    """Cache the template of RECIPE from a state root, and remove all other templates from the cache."""
+    """Copy the template of RECIPE from a state root to the cache, and remove all other templates from the cache."""
     cached = _cache_path()
     for directory in (root / "templates").iterdir():
         if not cached.exists() and _manifest(directory)["recipe_digest"] == _digest():
@@ -50,7 +50,7 @@ def add_to_cache(root: Path) -> None:
 def _cache_path() -> Path:
     """Return the template's path in the cache.
 
-    Its key covers the recipe, the guest files, the gateway's code, and the kernel, which decides the accelerator.
+    The path depends on the recipe, the guest files, the gateway's code, and the kernel, which affects the accelerator.
     """
     digest = hashlib.sha256(f"{_digest()} {os.uname().release}".encode())
     for path in sorted((session.REPOSITORY / "gateway" / "src").rglob("*.py")):

@@ -9,7 +9,7 @@ _TIMEOUT_SECONDS = 30
 
 
 def eventually(condition: Callable[[], object], seconds: float = _TIMEOUT_SECONDS) -> None:
-    """Wait until ``condition()`` is true, for at most ``seconds``. Raises AssertionError."""
+    """Wait until ``condition()`` is true. Raises AssertionError if it is not true within ``seconds``."""
     deadline = time.monotonic() + seconds
     while not condition():
         assert time.monotonic() < deadline, f"the condition did not become true within {seconds} s"

@@ -1,4 +1,4 @@
-"""Kinds of host for the tests of the engine, with methods to set them up, observe them and cause faults."""
+"""Kinds of host for engine tests, with methods to set the hosts up, observe them and cause faults."""
 
 from __future__ import annotations
 
@@ -40,9 +40,9 @@ Traces = dict[str, set[str]]
 
 
 def wait_for_traces(take_traces: Callable[[], Traces], is_expected: Callable[[Traces], bool]) -> Traces:
-    """Wait until ``is_expected(traces)`` or a timeout, and return the traces.
+    """Wait until ``is_expected(traces)`` is true or a timeout passes, and return the traces.
 
-    This is necessary because volumes are released in the background.
+    Waiting is necessary because volumes are released in the background.
     """
     deadline = time.monotonic() + _SETTLE_TIMEOUT_SECONDS
     while not is_expected(traces := take_traces()) and time.monotonic() < deadline:
@@ -51,7 +51,7 @@ def wait_for_traces(take_traces: Callable[[], Traces], is_expected: Callable[[Tr
 
 
 class World(Protocol):
-    """A kind of host, with a template that is built once for the run."""
+    """A kind of host, with a template that is built once per test run."""
 
     kind: str
     abilities: Abilities
@@ -66,19 +66,19 @@ class World(Protocol):
     def host(self, config: Config) -> Host: ...
 
     def traces(self, config: Config) -> dict[str, set[str]]:
-        """Return all objects on the machine that belong to the gateway of ``config``, by kind: files, processes, …"""
+        """Return the objects on the machine that belong to the gateway of ``config``, by kind (files, processes, …)."""
 
     def forget(self, config: Config) -> None:
-        """Remove everything that an empty, stopped gateway has left on the machine."""
+        """Remove everything that a stopped gateway without sandboxes has left on the machine."""
 
     def check_no_strays(self, engine: Engine, config: Config, when: str) -> None:
-        """Check that the machine has exactly the objects that the engine knows."""
+        """Check that the machine has exactly the objects that the engine knows about."""
 
     def break_capture(self, host: Host, monkeypatch: pytest.MonkeyPatch) -> None:
         """Make the next captures fail ("forced") after the machine has been paused."""
 
     def break_volume_capture(self, host: Host, monkeypatch: pytest.MonkeyPatch) -> None:
-        """Make the next captures fail ("forced") between the capture of the first volume and that of the second."""
+        """Make the next captures fail ("forced") after the first volume is captured and before the second is."""
 
     def writable_directory(self, config: Config) -> Path:
         """Return the directory in which the gateway of ``config`` may write and mount."""
@@ -87,10 +87,10 @@ class World(Protocol):
         """Stop all machines of a stopped gateway, as if the host had lost power."""
 
     def damage_snapshots(self, config: Config, *, torn: str, short: str, empty: str) -> None:
-        """Damage three snapshots: the record of ``torn``, the image or record of ``short``, and all of ``empty``."""
+        """Damage the record of snapshot ``torn``, the image or record of ``short``, and everything of ``empty``."""
 
     def rewrite_record(self, config: Config, snapshot: Snapshot, **fields: Any) -> None:
-        """Change fields of a snapshot's record without the gateway."""
+        """Change fields of a snapshot's record behind the gateway's back."""
 
 
 class KvmXfsWorld:

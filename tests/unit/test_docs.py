@@ -36,7 +36,7 @@ _KEYWORDS = ("block", "rescue", "always", "tasks", "pre_tasks", "post_tasks", "h
 
 @dataclass(frozen=True)
 class Block:
-    """A fenced block of code, with its location and language."""
+    """A fenced code block, with its location and language."""
 
     page: Path
     line: int
@@ -97,7 +97,7 @@ def test_every_page_is_in_the_index() -> None:
 
 @pytest.mark.parametrize("page", sorted(DOCS.glob("*.md")), ids=lambda page: page.name)
 def test_fences_are_closed_and_have_a_language(page: Path) -> None:
-    """The other tests do not check a fence without a language."""
+    """The other tests would skip a fence without a language."""
     text = page.read_text()
     assert text.count("\n```") == 2 * len(_FENCE.findall(text)), f"{page.name}: a fence is not closed"
     assert all(language for language, _ in _FENCE.findall(text)), f"{page.name}: a fence has no language"
@@ -108,7 +108,7 @@ def test_fences_are_closed_and_have_a_language(page: Path) -> None:
 
 @cache
 def load_module_options() -> dict[str, dict[str, Any]]:
-    """Return the options of each module by its full name, including those of its documentation fragments."""
+    """Return each module's options, including those of its documentation fragments, by the module's full name."""
     return {f"{COLLECTION}{path.stem}": _options(path) for path in (REPOSITORY / "plugins" / "modules").glob("*.py")}
 
 
@@ -132,7 +132,7 @@ def _documentation(path: Path) -> dict[str, Any]:
 
 @cache
 def load_role_options() -> dict[str, dict[str, Any]]:
-    """Return the options of each role by its full name."""
+    """Return each role's options by the role's full name."""
     options = {}
     for path in (REPOSITORY / "roles").glob("*/meta/argument_specs.yml"):
         specification = yaml.safe_load(path.read_text())["argument_specs"]["main"]
@@ -141,12 +141,12 @@ def load_role_options() -> dict[str, dict[str, Any]]:
 
 
 def option_names(options: Mapping[str, Any]) -> set[str]:
-    """Return the names and the aliases of options."""
+    """Return the names of options, including their aliases."""
     return {name for key, option in options.items() for name in (key, *(option.get("aliases") or []))}
 
 
 def check_arguments(where: str, options: Mapping[str, Any], arguments: Mapping[str, Any]) -> None:
-    """Check that every argument is one of ``options`` and has a valid value, and the same for suboptions."""
+    """Check that every argument, including suboptions, is one of ``options`` and has a valid value."""
     unknown = arguments.keys() - option_names(options)
     assert not unknown, f"{where} has no option {', '.join(sorted(unknown))}"
     for name, value in arguments.items():
@@ -266,7 +266,7 @@ def _set_facts(task: Mapping[str, Any]) -> Iterator[str]:
 
 
 def find_unknown_variables(text: str) -> list[str]:
-    """Return the variables that occur in fenced or inline code in ``text``, but that nothing reads."""
+    """Return the variables in the fenced or inline code of ``text`` that nothing reads."""
     code = [match[2] for match in _FENCE.finditer(text)]
     code += re.findall(r"`([^`\n]+)`", _FENCE.sub("", text))
     return sorted(
@@ -280,7 +280,7 @@ def test_variables_named_on_a_page_exist(page: Path) -> None:
 
 
 def check_ansible(argv: list[str]) -> None:
-    """Raise ValueError if an Ansible command names a playbook, module, role or variable of ours that does not exist."""
+    """Raise ValueError if an Ansible command names a playbook, module, role or variable that we do not have."""
     if argv[0] == "ansible-playbook":
         for word in argv[1:]:
             name = word.removeprefix(COLLECTION).replace(".", "/")
@@ -354,7 +354,7 @@ def test_toml_is_a_valid_configuration_or_recipe(block: Block) -> None:
 
 
 def split_commands(block: Block) -> Iterator[list[str]]:
-    """Yield the simple commands of a shell block, without prompts, assignments and sudo. Pipelines are split."""
+    """Yield the simple commands in a shell block, without prompts, assignments or sudo. Pipelines are split."""
     console = block.language == "console"
     for line in block.text.replace("\\\n", " ").splitlines():
         if console:
@@ -416,7 +416,7 @@ PROGRAMS = {"sandboxctl": app.app, "sandbox-gateway": daemon.app}
 
 
 def check_command(argv: list[str]) -> None:
-    """Raise ValueError if a command line of one of our programs is invalid. Other programs are ignored."""
+    """Raise ValueError if a command line calls one of our programs incorrectly. Other programs are ignored."""
     program = Path(argv[0]).name
     if argv[0] == "./dev":
         commands = re.findall(r"^    (\w+)\) ", (REPOSITORY / "dev").read_text(), re.MULTILINE)
@@ -473,7 +473,7 @@ def test_an_invalid_command_is_detected() -> None:
 
 @cache
 def list_routes() -> dict[str, set[str]]:
-    """Return the methods of each path in the OpenAPI document."""
+    """Return {path: methods} for all paths in the OpenAPI document."""
     return {path: {method.upper() for method in item} for path, item in serving.document()["paths"].items()}
 
 

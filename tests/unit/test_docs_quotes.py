@@ -22,13 +22,13 @@ GENERATED_PATHS = {".venv", "docs/_site", "sandboxes/ID"}
 
 
 def find_quotes() -> list[str]:
-    """Return the sentences that errors.md quotes, each of which is on its own line."""
+    """Return the sentences that errors.md quotes, each on a line of its own."""
     return re.findall(r"^> (.+)$", ERRORS.read_text(), re.MULTILINE)
 
 
 @cache
 def find_sentences() -> frozenset[str]:
-    """Return all strings in the code and all messages of roles, with … for each value."""
+    """Return all strings in the code and all messages of roles, with … in place of each value."""
     python = (path for place in CODE for path in (REPOSITORY / place).rglob("*.py"))
     texts = {text for path in python for text in _list_texts(path)}
     for path in (REPOSITORY / "roles").rglob("*.yml"):
@@ -37,7 +37,7 @@ def find_sentences() -> frozenset[str]:
 
 
 class _Loader(yaml.SafeLoader):
-    """A loader that ignores tags such as !unsafe, and reads the tagged values."""
+    """A YAML loader that reads values tagged with !unsafe and the like as plain values."""
 
 
 _Loader.add_multi_constructor("!", lambda loader, suffix, node: getattr(node, "value", ""))

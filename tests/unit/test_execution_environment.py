@@ -1,4 +1,4 @@
-"""Check that everything that meta/execution-environment.yml names exists, and that it omits nothing that is needed."""
+"""Check that all that meta/execution-environment.yml names exists, and that the file lacks nothing it needs."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def test_copied_files_exist(definition: dict[str, Any]) -> None:
 
 
 def test_the_installed_collection_is_this_one(definition: dict[str, Any]) -> None:
-    """The artifact must have the same name and path when it is built, copied and installed."""
+    """The built artifact, the copied one and the installed one must have the same name and path."""
     galaxy = yaml.safe_load((REPOSITORY / "galaxy.yml").read_text())
     artifact = f"{galaxy['namespace']}-{galaxy['name']}-{galaxy['version']}.tar.gz"
     copied_file, _ = definition["additional_build_files"]
@@ -70,7 +70,7 @@ def test_the_installed_collection_is_this_one(definition: dict[str, Any]) -> Non
 
 
 def test_the_file_is_also_valid_collection_metadata(definition: dict[str, Any]) -> None:
-    """When it reads a collection, ansible-builder requires ``python`` and ``system`` to be files below its root."""
+    """When ansible-builder reads a collection, ``python`` and ``system`` must be files below the collection's root."""
     for kind in ("python", "system"):
         dependency_file = definition["dependencies"].get(kind)
         assert dependency_file is None or (

@@ -1,4 +1,4 @@
-"""Tests for the import contract, which detects forbidden imports of a package."""
+"""Tests for the import contract, which detects imports that a package must not use."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Check that the files of ``./dev mutation`` exist, because it runs rarely and files may have been renamed."""
+"""Check that the files that ``./dev mutation`` uses exist, because it runs too rarely to reveal a renamed file."""
 
 from __future__ import annotations
 

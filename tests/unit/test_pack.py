@@ -1,4 +1,4 @@
-"""Tests for the gateway role's pack.py: the same source gives the same bytes, and any change gives another digest."""
+"""Tests that the gateway role's pack.py packs the same source into the same bytes, and a changed one into others."""
 
 from __future__ import annotations
 

@@ -63,7 +63,7 @@ def test_the_requirements_satisfy_the_gateway_package() -> None:
 
 @pytest.mark.parametrize("host", sbom.HOSTS, ids=lambda host: host["sys_platform"])
 def test_every_host_gets_all_dependencies(sbom_document: dict[str, Any], host: dict[str, str]) -> None:
-    """The packages of each kind of host include all their dependencies."""
+    """The packages installed on each kind of host include all of their dependencies."""
     installed_refs = {
         pin.reference
         for pin in sbom.read_host_pins([sbom.RUNTIME_FILE, *sbom.BUILD_FILES])

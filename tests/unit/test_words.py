@@ -1,4 +1,4 @@
-"""Tests for the linter of wording: each rule finds only its bad examples, and every kind of text is read."""
+"""Tests that each rule of the wording linter finds only its bad examples, and that every kind of text is read."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Sphinx: one site of the guides (Markdown) and the reference (antsibull-docs); `./dev docs` lays them out."""
+"""Configure Sphinx: one site for the guides (Markdown) and the reference (antsibull-docs), laid out by `./dev docs`."""
 
 import re
 
@@ -20,5 +20,5 @@ def setup(app):
 
 
 def unlink_outside(app, page, text):
-    """Replace links to files outside the guides by their text: those files are not part of the site."""
+    """Replace links to files outside the guides with their text, because those files are not part of the site."""
     text[0] = re.sub(r"\[([^]]+)\]\(\.\./[^)]*\)", r"\1", text[0])

@@ -112,7 +112,7 @@ def getopt(argv: list[str], spec: str) -> tuple[list[tuple[str, str]], list[str]
 
 
 def parse_libxo(argv: list[str]) -> tuple[list[str], bool]:
-    """Remove ``--libxo`` from the arguments, like xo_parse_args(3). Returns them and whether JSON is requested."""
+    """Remove ``--libxo`` from the arguments, like xo_parse_args(3). Returns the rest and whether JSON is requested."""
     rest, json, index = [], False, 0
     while index < len(argv):
         word = argv[index]
@@ -181,9 +181,9 @@ def state_dir() -> str:
 
 
 def _inherit() -> None:
-    """Add the environment of the nearest ancestor that has FREEBSD_SHIM_STATE.
+    """Inherit the environment of the nearest ancestor process that sets FREEBSD_SHIM_STATE.
 
-    A gateway gives its child processes a clean environment.
+    This is necessary because a gateway gives its child processes a clean environment.
     """
     pid = os.getppid()
     while pid > 1:

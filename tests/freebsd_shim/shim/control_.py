@@ -1,4 +1,4 @@
-"""``freebsd-shim``: a command for tests, which sets knobs and removes everything that the shim has created."""
+"""``freebsd-shim``: a command for tests that sets knobs and removes everything that the shim has created."""
 
 from __future__ import annotations
 

@@ -83,7 +83,7 @@ def format_vnode(path: str, devices: set[int], nodes: dict[int, str]) -> str:
 
 
 def access_mode(path: str) -> str:
-    """Return how a file was opened. Entries that are not descriptors are read-only. See print_access_flags()."""
+    """Return a file's access mode. Entries that are not descriptors are read-only. See print_access_flags()."""
     if "/fd/" not in path:
         return "r"
     try:

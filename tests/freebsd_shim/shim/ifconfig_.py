@@ -97,7 +97,7 @@ def main(argv: list[str]) -> int:
 
 
 def jail_netlink(key: str) -> net.NetlinkSocket:
-    """Open a socket in the vnet of a jail (-j). The error is that of Perror() with the errno of jail_getid()."""
+    """Open a socket in the vnet of a jail (-j). Fails like Perror() with the errno of jail_getid()."""
     try:
         return net.open_netlink(prison.find(key)["holder"])
     except prison.JailError:
@@ -408,7 +408,7 @@ def change_bridge(change: InterfaceChange, word: str, value: str) -> None:
 
 
 def apply_addresses(change: InterfaceChange) -> None:
-    """Set or remove the addresses, which ifconfig() does after the other parameters."""
+    """Set or remove the addresses. ifconfig() does this after it has applied the other parameters."""
     if not change.address:
         if change.alias < 0 or change.netmask or change.prefix is not None:
             raise base.unsupported("a mask, or -alias, without an address")

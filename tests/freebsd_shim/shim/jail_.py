@@ -81,7 +81,7 @@ class JailConfig:
     def add(self, word: str) -> None:
         """Add a ``name=value`` argument. See add_param() in config.c.
 
-        A value is appended to earlier values of the parameter. An argument without a value removes these.
+        A value is appended to earlier values of the parameter. An argument without a value removes all earlier values.
         """
         name, equals, value = word.partition("=")
         for existing in list(self.settings):
@@ -238,7 +238,7 @@ def start(config: JailConfig, print_jid: bool) -> int:
 
 
 def step_values(config: JailConfig, name: str) -> list[str]:
-    """Return the values for which to run a step. Creating the jail, mount.devfs and the command run at most once."""
+    """Return the values for which to run a step. Jail creation, mount.devfs and the command run at most once."""
     if name == "":
         return [""]
     if name == "mount.devfs":
@@ -327,7 +327,7 @@ def move_interface(config: JailConfig, name: str) -> None:
 
 
 def run_shim_command(main_function: object, prog: str, display_name: str, arguments: list[str]) -> None:
-    """Run another command of the shim in this process. Reports a failure as if it were a separate process."""
+    """Run another command of the shim in this process. Reports failures as if the command ran in a separate process."""
     own_program, base.PROG = base.PROG, prog
     try:
         code = main_function(arguments)  # type: ignore[operator]
@@ -380,7 +380,7 @@ def execute(config: JailConfig, words: list[str], *, inside: bool, background: b
 
 
 def wait_for_child(child: int, limit: int) -> int | None:
-    """Return the wait status of a child process, or None if it still runs after ``limit`` seconds (0: no limit)."""
+    """Return the wait status of a child process, or None if it runs longer than ``limit`` seconds (0: no limit)."""
     if not limit:
         return os.waitpid(child, 0)[1]
     import select
@@ -510,7 +510,7 @@ def rename_host(jail: prison.Jail, hostname: str) -> None:
 
 
 def stop(names: list[str], may_use_jail_conf: bool, force: bool, quiet: int) -> int:
-    """Remove jails. Without jail.conf, -r and -R do the same, because jail(8) does not know exec.stop any more."""
+    """Remove jails. Without jail.conf, jail(8) no longer knows exec.stop, so -r and -R do the same."""
     if not may_use_jail_conf or not names:
         raise base.usage(USAGE)
     if not force and any("=" in name for name in names):

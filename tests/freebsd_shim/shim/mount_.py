@@ -436,7 +436,7 @@ def remove_mount(mount: Mount, force: bool) -> None:
 def retry_after_renames(mount: Mount, action: object) -> object:
     """Call ``action``, which uses the path of a mount. If directories above it are renamed, retry with the new path.
 
-    FreeBSD identifies a mount by its number, but Linux by its path.
+    FreeBSD identifies a mount by its number, whereas Linux uses its path.
     """
     deadline = time.monotonic() + 10
     while True:
@@ -464,8 +464,8 @@ def open_root(mount: Mount) -> int:
 def keep_underlying_busy(mount: Mount) -> None:
     """Keep the file system below a mount in use until no file is open through that mount.
 
-    On FreeBSD, open files become unusable after a forced unmount; on Linux they stay usable. If the file system were
-    removed together with the last open file, zfs-fuse would wait forever for the close and block all other requests.
+    On FreeBSD, open files become unusable after a forced unmount; on Linux they stay usable. If closing the last open
+    file also tore down the file system, zfs-fuse would wait forever for the close and block all other requests.
     """
     root = retry_after_renames(mount, lambda: open_root(mount))
     if os.fork():

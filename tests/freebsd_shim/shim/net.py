@@ -1,7 +1,7 @@
 """Manage interfaces, addresses and routes with rtnetlink, which is faster than starting ``ip``.
 
-The interface's alias stores the data that only FreeBSD has (driver, unit, groups, description), so it survives renames
-and moves between network namespaces.
+The interface's alias stores the data that only FreeBSD has (driver, unit, groups, description), because an alias
+survives renames and moves between network namespaces.
 """
 
 from __future__ import annotations
@@ -214,7 +214,7 @@ def own_namespace() -> int:
 
 
 def open_netlink(holder: int) -> NetlinkSocket:
-    """Open a netlink socket in the network namespace of the process ``holder``. This process stays in its own."""
+    """Open a netlink socket in the network namespace of the process ``holder``, without moving this process there."""
     home_fd = own_namespace()
     target_fd = os.open(f"/proc/{holder}/ns/net", os.O_RDONLY | os.O_CLOEXEC)
     try:

@@ -299,7 +299,7 @@ def parse_match(rule: Rule, words: TokenStream) -> list[Rule]:
 
 
 def adopt_family(fields: Rule, words: TokenStream) -> bool:
-    """Set the rule's address family to that of its addresses. Returns False if they differ."""
+    """Set the rule's address family to that of its addresses. Returns False if the families conflict."""
     families = {family_of(fields[key].removeprefix("! ").partition("/")[0]) for key in ("source", "target")} - {""}
     if fields["af"]:
         families.add(fields["af"])

@@ -1,10 +1,11 @@
 """Translate pf's rulesets into one nftables table.
 
-pf evaluates its rules twice for a forwarded packet: ``in`` on one interface and ``out`` on the other. These are the
-hooks prerouting (after rdr) and postrouting (after nat). The last matching rule decides, a ``quick`` rule decides at
+pf evaluates its rules twice for a forwarded packet: ``in`` on one interface and ``out`` on the other. Here, the hooks
+prerouting (after rdr) and postrouting (after nat) do this. The last matching rule decides, a ``quick`` rule decides at
 once, and a packet without a match passes, so bits of the packet mark store the verdict until the end. ``keep state``
 sets a bit of the connection mark for the connection's direction. Only connections with this bit bypass the rules.
-Anchors are evaluated where the main ruleset calls them, wildcards in alphabetical order. Other anchors have no effect.
+Anchors are evaluated where the main ruleset calls them; anchors called with a wildcard are evaluated in
+alphabetical order. Other anchors have no effect.
 """
 
 from __future__ import annotations
@@ -203,7 +204,7 @@ def remove_ruleset() -> None:
 
 
 def run_nft(script: str) -> None:
-    """Run a script with nft(8). An error is a bug of this module and raises RuntimeError."""
+    """Run a script with nft(8). An error is a bug in this module and raises RuntimeError."""
     nft = next((path for path in NFT_PATHS if os.access(path, os.X_OK)), "")
     if not nft:
         raise base.unsupported("pf without nftables")

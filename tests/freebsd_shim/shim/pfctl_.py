@@ -118,7 +118,7 @@ def load(state: dict, anchor: str, path: str, dry_run: bool) -> None:  # type: i
 
 
 def load_failure(dry_run: bool) -> SystemExit:
-    """Return the exception to raise if rules cannot be loaded. With -n, it prints no message. See pfctl_rules()."""
+    """Return the exception to raise if rules cannot be loaded. With -n, no message is printed. See pfctl_rules()."""
     return SystemExit(1) if dry_run else base.errx(1, "Syntax error in config file: pf rules not loaded")
 
 

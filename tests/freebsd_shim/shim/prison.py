@@ -132,7 +132,7 @@ def is_integer(text: str) -> bool:
 def start_time(pid: int) -> int:
     """Return the start time of a process in clock ticks since boot, or 0 if it is not running.
 
-    A process with a reused pid has another start time.
+    A process with a reused pid has a different start time.
     """
     try:
         with open(f"/proc/{pid}/stat", "rb") as file:
@@ -143,7 +143,7 @@ def start_time(pid: int) -> int:
 
 
 def table() -> dict:  # type: ignore[type-arg]
-    """Return the state without jails that have ended. Saves a changed state if this process holds the lock."""
+    """Return the state without jails that have ended. Saves the state if it changed and this process holds the lock."""
     state = base.load("jails", {"last": 0, "jails": []})
     remaining, changed = [], False
     for jail in state["jails"]:

@@ -26,7 +26,7 @@ THROTTLED_RESOURCES = {"readbps", "writebps", "readiops", "writeiops"}
 
 
 class RuleRefused(Exception):
-    """The system call for a rule fails with an errno."""
+    """The system call for a rule failed with the errno ``number``."""
 
     def __init__(self, number: int) -> None:
         super().__init__(number)

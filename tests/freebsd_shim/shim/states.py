@@ -1,4 +1,4 @@
-"""Delete pf's states, which are connections in the kernel's connection tracking, with ctnetlink."""
+"""Use ctnetlink to delete pf's states, which are entries in the kernel's connection tracking table."""
 
 from __future__ import annotations
 

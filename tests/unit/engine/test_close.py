@@ -1,4 +1,4 @@
-"""The shutdown of the engine while an operation commits."""
+"""Shutting down the engine while an operation commits."""
 
 from __future__ import annotations
 

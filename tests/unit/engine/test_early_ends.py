@@ -1,4 +1,4 @@
-"""Machines that stop between their start and the commit of their sandbox's record."""
+"""Machines that stop after they have started and before their sandbox's record is committed."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def test_a_paused_fork_stays_paused_without_a_reason(tmp_path: Path) -> None:
 
 
 def test_a_machine_that_stops_during_the_scan_is_detected(tmp_path: Path) -> None:
-    """The scan finds the machine running, but it stops before the engine watches for exits."""
+    """The scan finds the machine running, but the machine stops before the engine watches for exits."""
     sandbox = Sandbox(name="a", forked_from="", head="")
 
     class Host(_Host):

@@ -1,4 +1,4 @@
-"""Expiry continues for all other objects if one is busy, or if a check fails."""
+"""Other objects still expire if one object is busy or a check fails."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ async def test_a_busy_sandbox_does_not_delay_the_expiry_of_others(tmp_path: Path
 
 
 def end_timeout(engine: Engine, name: str) -> None:
-    """Let the timeout of a sandbox end, which ``set_timeout`` cannot do while the sandbox is busy."""
+    """Make a sandbox's timeout end now, which ``set_timeout`` cannot do while the sandbox is busy."""
     sandbox = engine.sandboxes.get(name)
     engine.index.put(sandbox.model_copy(update={"end_at": now()}))
 

@@ -16,7 +16,7 @@ from tests.support.memory_engine import create, open_engine, wait_until
 
 @pytest.fixture(autouse=True)
 def long_first_delay(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Delay the second attempt, so that a slow test machine does not reach it too early."""
+    """Delay the second attempt, so that on a slow machine it does not start before the test expects it."""
     monkeypatch.setattr("sandbox_gateway.engine.backoff._FIRST_DELAY_SECONDS", 2.0)
 
 

@@ -1,4 +1,4 @@
-"""Forks and clones whose client disconnects while they are committed or undone."""
+"""Forks and clones whose client disconnects while they are being committed or undone."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tests.support.memory_engine import Gate, create, open_engine
 
 
 class _Host(MemoryHost):
-    """A host that waits at a gate before it saves the sandbox ``b``, and at another before it removes a sandbox."""
+    """A host that waits at one gate before it saves the sandbox ``b``, and at another before it removes any sandbox."""
 
     def __init__(self) -> None:
         super().__init__()

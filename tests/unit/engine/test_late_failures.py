@@ -1,4 +1,4 @@
-"""Steps that fail after an operation was committed: a failed operation leaves nothing, a committed one succeeds."""
+"""Steps that fail late: an operation that fails leaves nothing behind, and one that was committed succeeds."""
 
 from __future__ import annotations
 

@@ -18,7 +18,7 @@ from tests.support.memory_engine import create, open_engine, wait_until
 
 
 class _Host(MemoryHost):
-    """A host that returns ``load`` for each machine, and counts the calls."""
+    """A host that returns ``load`` as the load of each machine, and counts the calls."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -41,7 +41,7 @@ def short_intervals(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> list[float]:
-    """Replace both clocks of the module. The only element of the list is the current time."""
+    """Replace both clocks of the module. The only element of the returned list is the current time."""
     now = [1000.0]
     monkeypatch.setattr(loads, "time", SimpleNamespace(time=lambda: now[0], monotonic=lambda: now[0]))
     return now
@@ -137,7 +137,7 @@ async def test_a_failed_measurement_is_logged_once_and_retried(
 
 
 def test_a_history_is_small() -> None:
-    """1000 sandboxes for ten minutes must not need more than a few MiB."""
+    """The history of 1000 sandboxes over ten minutes must not need more than a few MiB."""
     history = loads._History()
     for number in range(120):
         history.add(loads.Sample(5.0 * number, 1.0, 1 << 30, None))

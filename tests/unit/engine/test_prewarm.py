@@ -21,7 +21,7 @@ pytestmark = pytest.mark.anyio
 
 
 class _Host(MemoryHost):
-    """A host that records whose network policies were applied. While ``full``, no record can be saved."""
+    """A host that records which sandboxes got a network policy. While ``full`` is set, saving a record fails."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -115,7 +115,7 @@ async def test_a_fork_of_a_template_runs_and_a_fork_of_a_snapshot_is_held(engine
 
 async def test_a_failed_claim_falls_back_to_a_cold_fork(engine: Engine, host: _Host) -> None:
     class _SingleUseNames(set[str]):
-        """A set that contains each name only until its first lookup."""
+        """A set from which each name is removed once it has been looked up."""
 
         def __contains__(self, name: object) -> bool:
             return super().__contains__(name) and not self.discard(str(name))

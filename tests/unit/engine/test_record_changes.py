@@ -15,7 +15,7 @@ from tests.support.memory_engine import Gate, create, open_engine
 
 
 class _Host(MemoryHost):
-    """A host that removes records first, like real hosts, and then waits at a gate."""
+    """A host that, like real hosts, removes the record first, and then waits at a gate."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""Operations that would exhaust the host are refused before they start. Stalled machines are reported and continued."""
+"""Operations that would exhaust the host's disk or memory are refused. Stalled machines are reported and resumed."""
 
 from __future__ import annotations
 
@@ -137,7 +137,7 @@ async def test_reserves_of_zero_refuse_nothing(tmp_path: Path, host: _Host) -> N
 
 
 async def test_rollback_and_resume_are_possible_on_a_full_host(engine: Engine, host: _Host) -> None:
-    """They need no more space than they free."""
+    """Rollback and resume need no more space than they free."""
     await engine.sandboxes.pause("a")
     host.set_free(disk_mb=0, memory_mb=0)
     await engine.sandboxes.resume("a")
@@ -173,7 +173,7 @@ async def test_a_stalled_machine_is_reported_and_continues_when_there_is_space(e
 
 
 async def test_a_machine_is_not_continued_during_a_change_of_its_sandbox(engine: Engine, host: _Host) -> None:
-    """A capture stops the machine itself, and nothing else may continue the machine during the capture."""
+    """A capture stops the machine itself, and nothing else may let the machine run again during the capture."""
     sandbox = engine.sandboxes.get("a")
     async with engine.sandboxes._locking.sandbox("a"):
         host.set_free(disk_mb=0)

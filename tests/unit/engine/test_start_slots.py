@@ -1,4 +1,4 @@
-"""A limited number of machines start at the same time, and clients and their requests take turns."""
+"""Only a limited number of machines start at the same time, and clients and their requests take turns."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ pytestmark = pytest.mark.anyio
 
 
 async def order_of_starts(*requests: tuple[str, str]) -> list[str]:
-    """Return the order in which machines start if all are requested while the only slot is held."""
+    """Return the order in which machines start if all were requested while the only slot was taken."""
     slots, started = StartSlots(1, 60), list[str]()
 
     async def start(client: str, request: str) -> None:

@@ -1,4 +1,4 @@
-"""Tests for the effect of network policies on addresses, and for the name servers of sandboxes."""
+"""Test which addresses a network policy allows, and which name servers sandboxes get."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ NO_INTERNET = NetworkPolicy(allow_internet=False)
 
 
 def can_reach(policy: NetworkPolicy, address: str, port: int = 80, dns: Sequence[str] = ()) -> bool:
-    """Return whether the first matching rule allows the address."""
+    """Return whether the first rule that matches the address allows it."""
     for rule in egress_rules(policy, dns):
         is_in_network = any(ipaddress.IPv4Address(address) in network for network in rule.networks)
         if is_in_network and (port == 53 or not rule.dns_only):

@@ -1,4 +1,4 @@
-"""Tests for the agent client: it sends identities over the serial line or HTTP, and handles hostile responses."""
+"""Tests that the agent client sends identities over the serial line or HTTP, and handles hostile responses."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ FRAME = 4096
 class FakeMachine:
     """A fake machine that records the identities that it receives over the serial line and over HTTP.
 
-    ``line_responses``: what it sends over the line after a challenge. None: it closes the line.
+    ``line_responses``: what the machine sends over the line after each challenge, or None to close the line.
     """
 
     def __init__(self, line_responses: list[bytes | None]) -> None:
@@ -193,7 +193,7 @@ def test_an_invalid_environment_is_refused(monkeypatch: pytest.MonkeyPatch, env:
 
 
 def _call_agent(response: bytes, monkeypatch: pytest.MonkeyPatch, action: Any) -> Any:
-    """Return the result of ``action(client)`` with an agent that sends ``response`` in one piece to every request."""
+    """Return the result of ``action(client)`` if the agent answers every request with ``response``, in one piece."""
 
     async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         head = await reader.readuntil(b"\r\n\r\n")

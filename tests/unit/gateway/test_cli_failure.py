@@ -1,4 +1,4 @@
-"""The hints of the command line depend on the kind and the details of an error, never on its message."""
+"""The hints that the command line prints depend on the kind and the details of an error, never on its message."""
 
 from __future__ import annotations
 

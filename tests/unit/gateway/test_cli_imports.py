@@ -1,4 +1,4 @@
-"""Queries with `sandboxctl` import few modules, because imports would otherwise take most of their time."""
+"""`sandboxctl` imports few modules for queries, because imports would otherwise take most of their run time."""
 
 from __future__ import annotations
 
@@ -80,5 +80,5 @@ def test_a_query_imports_hardly_more_than_the_http_client(url: str, arguments: t
 
 
 def test_imports_are_detected(url: str) -> None:
-    """`--help` needs the command-line library."""
+    """Check that an import is found where one is needed: `--help` needs the command-line library."""
     assert "typer" in imported_modules(url, "list", "--help")

@@ -1,4 +1,4 @@
-"""Queries that are parsed without the command-line library mean the same as with it."""
+"""Queries mean the same whether or not the command-line library parses them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tests for the limits of connections, and for reserving descriptors for essential work."""
+"""Tests for the limits on connections, and for reserving file descriptors for essential work."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def test_the_limit_per_address_can_be_disabled() -> None:
     ],
 )
 def test_ipv6_clients_are_counted_by_network(one: str, other: str, is_same_client: bool) -> None:
-    """An IPv6 client usually has a whole /64."""
+    """IPv6 clients in the same /64 count as one, because a client usually has a whole /64."""
     assert admit_connections(count_admitted(connections_per_address=1), one, other) == [True, not is_same_client]
 
 
@@ -70,7 +70,7 @@ def test_ipv6_clients_are_counted_by_network(one: str, other: str, is_same_clien
 def test_descriptors_are_reserved(
     monkeypatch: pytest.MonkeyPatch, limits: tuple[int, int], new_limit: int | None, max_connections: int
 ) -> None:
-    """If there are few descriptors, half of them are reserved."""
+    """If the process may open only few descriptors, half of them are reserved."""
     new_limits: list[tuple[int, int]] = []
     monkeypatch.setattr(connections.resource, "getrlimit", lambda _: limits)
     monkeypatch.setattr(connections.resource, "setrlimit", lambda _, pair: new_limits.append(pair))

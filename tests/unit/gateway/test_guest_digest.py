@@ -1,4 +1,4 @@
-"""The digest of the files that templates get in addition to their recipes."""
+"""The digest of the files that every template contains regardless of its recipe."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""JSON from guests is parsed with the same results as the standard library, in pieces of any size and within limits."""
+"""JSON from guests is parsed as the standard library would, in pieces of any size and within limits."""
 
 from __future__ import annotations
 

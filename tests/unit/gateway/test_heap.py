@@ -1,6 +1,6 @@
 """Freed memory is returned to the system.
 
-The test measures a separate process, because the allocator's settings are permanent.
+The test measures a separate process, because the allocator's settings cannot be undone.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The memory that a host has left, from the output of FreeBSD's sysctl and from Linux's /proc/meminfo."""
+"""The memory that a host has left, according to FreeBSD's sysctl or Linux's /proc/meminfo."""
 
 from __future__ import annotations
 

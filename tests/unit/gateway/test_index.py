@@ -1,4 +1,4 @@
-"""Tests for the index: lookups, one namespace with reservations, and lineage as trees."""
+"""Tests for the index: lookups, a single namespace in which names can be reserved, and lineage as trees."""
 
 from __future__ import annotations
 

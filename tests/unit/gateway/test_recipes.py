@@ -1,4 +1,4 @@
-"""The digests of a recipe and of its source change exactly when the result of a build would change."""
+"""The digests of a recipe and of its source change if and only if the result of a build would."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def recipe_for(path: Path) -> str:
 
 
 def test_the_digest_does_not_change_between_versions() -> None:
-    """If the digest changes, for example because recipes get a new field, an upgrade rebuilds every template."""
+    """If the digest changed, for example because of a new recipe field, an upgrade would rebuild every template."""
     recipe = Recipe.model_validate({"packages": ["git", "curl", "git"], "setup": ["echo é"]})
     assert recipe.digest("guest", "files") == "6d99ed476c968fe3666c39c13da2c734a11eab17e8932b4afb7850c5cab8a574"
 

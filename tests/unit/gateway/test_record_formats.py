@@ -1,6 +1,6 @@
-"""Records of an older release can be read, and records of a newer release are kept complete or refused, but not lost.
+"""Records of an older release can be read. Those of a newer release are preserved in full or refused, but never lost.
 
-The records of the release before this one are literals, so that they do not change with the code.
+The previous release's records are literals, so that they do not change with the code.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Records with any contents survive serialization. Names and recipes are validated on input."""
+"""Records with any contents survive serialization, and names and recipes are validated."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ REST = FIRST + "_.-"
 
 
 def follows_name_rule(text: str) -> bool:
-    """Return whether a name is allowed, without using the regular expression under test."""
+    """Return whether a name is valid, without using the regular expression under test."""
     return 1 <= len(text) <= 64 and text[0] in FIRST and all(letter in REST for letter in text)
 
 

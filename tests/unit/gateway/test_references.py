@@ -1,4 +1,4 @@
-"""Errors about objects in use have the same form, whether the engine or only the host knows the users."""
+"""Errors about objects in use look the same whether the engine or only the host knows the users."""
 
 from __future__ import annotations
 

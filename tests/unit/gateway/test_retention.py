@@ -1,4 +1,4 @@
-"""Tests for which snapshots a retention rule removes."""
+"""Test which snapshots a retention rule removes."""
 
 from __future__ import annotations
 

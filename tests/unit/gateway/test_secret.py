@@ -1,4 +1,4 @@
-"""The host's secret survives restarts, is readable only by root, and is never too short."""
+"""The host's secret survives restarts, only root can read it, and it is never too short."""
 
 from __future__ import annotations
 

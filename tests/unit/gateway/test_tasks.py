@@ -1,4 +1,4 @@
-"""Tests for background tasks, and for work that cancellation does not interrupt."""
+"""Tests for background tasks, and for work that cancellation must not interrupt."""
 
 from __future__ import annotations
 

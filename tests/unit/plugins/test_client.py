@@ -67,7 +67,7 @@ def test_responses_of_other_services_are_rejected(
 
 
 def test_unknown_fields_are_rejected(client: Client) -> None:
-    """The HTTP layer rejects fields that the gateway itself would ignore."""
+    """The fake gateway rejects fields that the real one would ignore."""
     with pytest.raises(Failure, match="unknown: colour"):
         client.post("/sandboxes", {"templateID": "base", "name": "box", "colour": "red"})
     with pytest.raises(Failure, match="unknown: shade"):

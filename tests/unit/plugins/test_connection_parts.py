@@ -1,4 +1,4 @@
-"""Test parts of the connection plugin: exit codes, quoting of paths, and errors of broken connections."""
+"""Test parts of the connection plugin: exit codes, quoting of paths, and errors when connections break."""
 
 from __future__ import annotations
 
@@ -163,7 +163,7 @@ def test_the_user_and_the_key_are_headers() -> None:
 
 
 class FakeBecome:
-    """The parts of a become plugin that the connection uses."""
+    """A fake become plugin, with the methods that the connection uses."""
 
     success = "BECOME-SUCCESS-x"
     prompt = "password for me:"
@@ -185,7 +185,7 @@ class FakeBecome:
 
 
 class RecordedProcess:
-    """A process that records its input."""
+    """A fake process that records its input."""
 
     def __init__(self) -> None:
         self.input_data = b""
@@ -194,7 +194,7 @@ class RecordedProcess:
 
 @pytest.mark.parametrize("late_output", [b"", b"\n", b"\nerr\n"])
 def test_the_password_is_sent_once_and_the_prompt_is_removed(late_output: bytes) -> None:
-    """The prompt of sudo on one stream may arrive after the command's output on the other."""
+    """sudo's prompt on one stream may arrive after the command's output on the other."""
     escalation, process = _Escalation(FakeBecome(), "web", 60), RecordedProcess()
     any_process: Any = process
     out, err = bytearray(), bytearray()

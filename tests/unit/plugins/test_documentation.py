@@ -28,7 +28,7 @@ def load_documentation(path: Path) -> dict[str, Any]:
 
 
 def documented_options(module: Path) -> dict[str, Any]:
-    """Return the documented options of a module, including those of its doc fragments."""
+    """Return a module's documented options, including those of its doc fragments."""
     document = load_documentation(module)
     options = dict(document["options"])
     for fragment in document["extends_documentation_fragment"]:
@@ -42,7 +42,7 @@ def documented_options(module: Path) -> dict[str, Any]:
 
 
 def differences(documented: dict[str, Any], accepted: dict[str, Any], prefix: str = "") -> list[str]:
-    """Return the differences between documented and accepted options, with one line for each."""
+    """Return the differences between documented and accepted options, one line for each."""
     lines = [f"{prefix}{name} is documented only" for name in documented.keys() - accepted.keys()]
     lines += [f"{prefix}{name} is accepted only" for name in accepted.keys() - documented.keys()]
     for name in sorted(documented.keys() & accepted.keys()):

@@ -1,4 +1,4 @@
-"""Test that modules accept the same mount paths as the gateway, so that predictions in check mode are correct."""
+"""Test that modules accept the same mount paths as the gateway, so that check mode predicts correctly."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Test with generated states and options that predictions are correct and that a second run changes nothing."""
+"""Test, with generated states and options, that predictions are correct and that a second run changes nothing."""
 
 from __future__ import annotations
 

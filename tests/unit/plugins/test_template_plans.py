@@ -20,7 +20,7 @@ def parameters(**options: Any) -> dict[str, Any]:
 
 
 def template(**fields: Any) -> dict[str, Any]:
-    """Return the gateway's response for a template with the default recipe."""
+    """Return the gateway's description of a template with the default recipe. ``fields``: additional fields."""
     recipe = {field: parameters()[option] for option, field in RECIPE_FIELDS.items()}
     return {"templateID": "0" * 12, "names": ["web"], "buildStatus": "ready", "recipe": recipe, **fields}
 

@@ -162,7 +162,7 @@ async def branch(
     return _snapshot_info(engine, snapshot)
 
 
-_NOT_LIVE = "a sandbox is paused for some milliseconds while it is captured"
+_NOT_LIVE = "a sandbox is paused for a few milliseconds while it is captured"
 
 
 def _check_mode(body: shapes.Branch) -> None:

@@ -54,11 +54,11 @@ class CreateSandboxes(Body):
     timeout: Timeout = TIMEOUT
     ignored: ClassVar[Mapping[str, str]] = {
         "per_child_netns": "every sandbox has its own network",
-        "prewarm": "it only changes the speed of the first snapshot, and captures here are fast without it",
-        "hugepages": "it only changes the speed, and forkd also continues without huge pages",
+        "prewarm": "it only affects the speed of the first snapshot, and captures here are fast without it",
+        "hugepages": "it only affects speed, and forkd itself also works without huge pages",
     }
     refused: ClassVar[Mapping[str, Refused]] = {
-        "live_fork": Refused("because a sandbox is paused for some milliseconds while it is captured: leave it out"),
+        "live_fork": Refused("because a sandbox is paused for a few milliseconds while it is captured: leave it out"),
     }
 
 
@@ -75,7 +75,7 @@ class Eval(Body):
 class Branch(Body):
     ignored: ClassVar[Mapping[str, str]] = {
         "measure_diff": "the response always has these numbers",
-        "wait": "the response is sent when the snapshot is ready, which takes some milliseconds",
+        "wait": "the response is sent when the snapshot is ready, which takes a few milliseconds",
     }
 
     tag: Tag | None = Field(None, description="Absent: `branch-ID-N`.")
