@@ -256,6 +256,17 @@ def test_capture_does_not_use_a_damaged_base(
     assert recorder.differences(memory_image(live, next_snapshot)) == []
 
 
+@pytest.mark.parametrize("live", ["written", "compare"], indirect=True)
+def test_a_machine_that_boots_again_is_not_captured_on_its_former_image(
+    live: Live, source: str, recorder: MemoryRecorder
+) -> None:
+    capture_source(live)
+    live.do(live.engine.machines.mark_stopped(live.sandbox("source"), "the test stopped it"))
+    live.do(live.engine.sandboxes.resume("source"))
+    snapshot = capture_source(live)
+    assert recorder.differences(memory_image(live, snapshot)) == []
+
+
 def test_gateway_ignores_marks_if_the_last_gateway_ended_during_a_capture(
     kvm_xfs_world: KvmXfsWorld, recorder: MemoryRecorder, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -31,8 +31,12 @@ def create_files(source: Path, files: Instance, sandbox: Sandbox, with_memory: b
 
 
 def create_memory_file(files: Instance, memory_mb: int) -> None:
-    """Create an empty memory image for a machine that boots."""
-    files.memory.unlink(missing_ok=True)
+    """Create an empty memory image for a machine that boots.
+
+    Images of a former machine with the same files are not images of this machine's memory, so they are removed.
+    """
+    for path in (files.last_memory_check, files.taken_marker, files.last_memory, files.memory):
+        path.unlink(missing_ok=True)
     with files.memory.open("xb") as image:
         os.fchmod(image.fileno(), 0o600)
         image.truncate(memory_mb << 20)

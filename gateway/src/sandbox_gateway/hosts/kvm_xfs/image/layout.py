@@ -83,6 +83,13 @@ class Instance:
         self.directory = directory
         self.disk = directory / "rootfs.img"
         self.memory = directory / "memory.base"
+        """The image that the machine was started from."""
+        self.last_memory = directory / "memory.last"
+        """The image of its latest capture, as a hard link, so that it outlives the snapshot."""
+        self.last_memory_check = directory / "memory.last.json"
+        """The `ImageCheck` of ``last_memory``."""
+        self.taken_marker = directory / "memory.taken"
+        """Exists while some pages whose marks were taken are not in an image yet."""
         self.kernel = directory / "kernel"
         self.initrd = directory / "initrd"
         self.run = directory / "run"
