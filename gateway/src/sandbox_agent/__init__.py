@@ -1,7 +1,7 @@
 """The agent inside a sandbox: it runs commands, transfers files and sets the identity of the sandbox after a fork.
 
 It needs only the standard library of Python 3.9 or newer, because a sandbox may have nothing else. Run it with
-``python3 -m sandbox_agent`` or, if the package was copied to a folder, with ``python3 /opt/sandbox_agent``.
+``python3 -m sandbox_agent`` or, if the package was copied to /opt, with ``python3 /opt/sandbox_agent``.
 
 Slow imports (``typing``, ``dataclasses``, ``urllib``) are avoided during startup and while a request is served: under
 emulation, Python in a sandbox is twenty times slower than on the host.

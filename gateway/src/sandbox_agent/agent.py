@@ -30,7 +30,10 @@ CODE_PORT = 49999
 
 
 class Maintenance:
-    """Handlers for the requests of a capture. ``managed``: whether the agent may freeze the root file system."""
+    """Handlers for the requests that the gateway sends during a capture.
+
+    ``managed``: whether the agent may freeze the root file system.
+    """
 
     def __init__(self, freezer: Freezer, *, managed: bool) -> None:
         self._freezer = freezer

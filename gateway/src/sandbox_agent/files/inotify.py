@@ -36,7 +36,7 @@ _libc = ctypes.CDLL(None, use_errno=True)
 
 
 class _Directory:
-    """A watched directory, which has the name ``name`` in ``parent``."""
+    """A watched directory, which is called ``name`` in ``parent``."""
 
     __slots__ = ("children", "name", "parent", "wd")
 
@@ -167,7 +167,10 @@ class Tree:
                 yield from self._scan(child, new=bool(mask & _CREATE))
 
     def _handle_own_event(self, directory: _Directory, mask: int) -> Iterator[tuple[str, str]]:
-        """Handle an event on a watched directory itself. Reports only the root, because parents report the others."""
+        """Handle an event on a watched directory itself.
+
+        Yields events only for the root, because the other directories are reported by the watches on their parents.
+        """
         if directory is self._root and mask & (_DELETE_SELF | _MOVE_SELF | _UNMOUNT):
             self.ended = True
             yield "RENAME" if mask & _MOVE_SELF else "REMOVE", "."
@@ -240,7 +243,7 @@ class Tree:
 
 
 def _list_items(items: Iterator[os.DirEntry[str]], new: bool) -> Iterator[tuple[str, bool, bool]]:
-    """Yield each readable entry as (name, is a directory, is a non-empty file). The last is only set if ``new``."""
+    """Yield each readable entry as (name, is a directory, is a non-empty file). The last is False unless ``new``."""
     while True:
         try:
             item = next(items)

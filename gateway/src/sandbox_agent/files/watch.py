@@ -1,6 +1,6 @@
 """Watch directories. Clients either receive a stream of events or poll a watcher.
 
-On Linux, the agent uses inotify. On other systems, and on network file systems, where inotify misses the changes of
+On Linux, the agent uses inotify. On other systems, and on network file systems, where inotify misses changes made by
 other machines, the agent scans periodically, which detects fewer changes (see scan.py).
 """
 

@@ -29,7 +29,7 @@ _COMPRESSED, _END_OF_STREAM = 1, 2
 
 
 def unary(call: Callable[[Request, dict[str, Any]], dict[str, Any] | bytes]) -> Route:
-    """Return a route that responds with the JSON object that ``call`` returns, either a dict or encoded JSON."""
+    """Return a route that responds with the result of ``call``: a dict, or a JSON object that is already encoded."""
 
     def handler(request: Request, reply: Reply) -> None:
         if request.headers.get("content-type", "application/json").partition(";")[0].strip() != "application/json":
@@ -44,7 +44,7 @@ def unary(call: Callable[[Request, dict[str, Any]], dict[str, Any] | bytes]) -> 
 
 
 def streaming(call: Callable[[Request, Stream], None]) -> Route:
-    """Return a route whose ``call`` receives and sends frames. The last frame contains the Failure that it raises."""
+    """Return a route whose ``call`` receives and sends frames. If it raises Failure, the last frame contains it."""
 
     def handler(request: Request, reply: Reply) -> None:
         if request.headers.get("content-type", "").partition(";")[0].strip() != "application/connect+json":
@@ -94,7 +94,7 @@ class Stream:
         raise ConnectionLost
 
     def allow_silence(self, seconds: float) -> None:
-        """Set how many seconds the client may neither send nor read before the connection is closed."""
+        """Set for how many seconds the client may be idle (neither send nor read) before the connection is closed."""
         self._reply.connection.sock.settimeout(seconds)
 
     def receive(self) -> dict[str, Any] | None:

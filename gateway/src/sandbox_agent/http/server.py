@@ -166,7 +166,7 @@ def _unquote(text: str) -> str:
 
 
 def _linger(connection: Connection, request: Request) -> None:
-    """Let the peer read the response before the connection closes, because unread bytes would reset the connection."""
+    """Let the peer read the response first, because closing a connection with unread bytes would reset it."""
     connection.sock.shutdown(socket.SHUT_WR)
     connection.sock.settimeout(2)
     request.body.discard(2)

@@ -84,7 +84,7 @@ class CellResponse:
 
 
 class LineResponse(CellResponse):
-    """Sends a line of JSON for each event, in the format of ``Sandbox.run_code`` in E2B's clients."""
+    """Sends a line of JSON for each event, in the format that ``Sandbox.run_code`` in E2B's clients expects."""
 
     def __init__(self, reply: Reply) -> None:
         super().__init__(reply.connection)

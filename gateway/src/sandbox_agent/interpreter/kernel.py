@@ -276,7 +276,7 @@ def describe_value(value: Any) -> dict[str, Any]:
 
 
 def _call_repr(value: Any, method: str) -> Any:
-    """Call a method of the protocol. Returns None if it fails, because the text is always available."""
+    """Call a method of the protocol. Returns None if it fails: the plain text is always available."""
     try:
         content = getattr(value, method)()
     except Exception:

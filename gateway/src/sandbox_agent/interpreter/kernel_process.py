@@ -90,7 +90,10 @@ class Kernel:
                     self._close()
 
     def drain(self, fd: int) -> bool:
-        """Discard available output. Returns False at the end of the output, or, without reading, if a cell runs."""
+        """Discard available output. Returns False at the end of the output.
+
+        If a cell is running, reads nothing and returns False.
+        """
         with self._lock:
             return not self._busy and not self._closed and child.read_some(fd) != b""
 
@@ -267,7 +270,7 @@ class _CellRun:
     # -- from the kernel ---------------------------------------------------------------------------------------------
 
     def _read_output(self, fd: int, *, empty: bool) -> None:
-        """Forward a piece of the output. With ``empty``, forward as much as the pipe can hold."""
+        """Forward a piece of the output. ``empty``: forward everything in the pipe, up to its maximum capacity."""
         read_bytes = 0
         while read_bytes < _MAX_PIPE_BYTES:
             data = child.read_some(fd)

@@ -1,4 +1,4 @@
-"""The frames between the agent and a kernel, which ``kernel`` describes."""
+"""The frames that the agent and a kernel exchange. The module ``kernel`` describes them."""
 
 from __future__ import annotations
 

@@ -27,7 +27,7 @@ _NAME_CHARACTERS = frozenset(string.ascii_letters + string.digits + "_")
 class Cell:
     """Code to run.
 
-    ``env``: variables for this run; ``changes``: variables to change permanently, None removes a variable; ``plain``:
+    ``env``: variables for this run; ``changes``: variables to change permanently (None removes a variable); ``plain``:
     whether results contain only text.
     """
 
@@ -66,8 +66,8 @@ class Language:
     def parse(self, data: bytes) -> Iterator[tuple[str, bytes]]:
         """Parse received bytes. Yields (kind, contents).
 
-        The contents of ``event`` and ``sync`` are a line, those of ``done`` a status. ``begun`` and ``broken`` have
-        none.
+        The contents of ``event`` and ``sync`` are a line, and those of ``done`` are a status. ``begun`` and ``broken``
+        have none.
         """
         raise NotImplementedError
 

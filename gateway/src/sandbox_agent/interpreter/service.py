@@ -50,7 +50,7 @@ class Interpreter:
         reply.json({"result": "" if failed else response.value, "error": response.error_text, "exit_code": int(failed)})
 
     def list(self, request: Request, reply: Reply) -> None:
-        """→ ``[{id, language, cwd}]`` of the created contexts and of the default contexts that have been used."""
+        """→ ``[{id, language, cwd}]`` of the contexts that clients created, and of default contexts used so far."""
         reply.json([context.describe() for context in self._contexts.list()])
 
     def create(self, request: Request, reply: Reply) -> None:

@@ -103,10 +103,10 @@ class Identity:
             )
 
     def guard_code_port(self, request: Request) -> None:
-        """Like ``guard``, but also accept the token that is valid only on the port of the code interpreter.
+        """Do the same as ``guard``, but also accept the token that is valid only on the port of the code interpreter.
 
-        The separate token is needed because any program in the sandbox can listen on this port while the agent does
-        not run, and would receive the tokens that clients send.
+        The separate token is needed because any program in the sandbox can listen on this port while the agent is not
+        running, and would then receive the tokens that clients send.
         """
         with self._lock:
             pass
@@ -129,7 +129,7 @@ class Identity:
     def _is_gateway(self, request: Request) -> bool:
         """Return whether the gateway sent the request.
 
-        With a gateway key, the request must carry it. Otherwise, it must come from the host's address.
+        If there is a gateway key, the request must carry it. Otherwise, the request must come from the host's address.
         """
         if self._key:
             return _is_equal(self._key, request.headers.get("x-gateway-key", ""))

@@ -7,8 +7,8 @@ connection and HTTP request, which are slow, especially on an emulated processor
     agent    the same bytes      yes; from now on, HTTP requests wait until the identity is set
     host     = and JSON          the body of /identity
 
-Each frame is read with a single call, of at most 4096 bytes. The first frame after a fork is therefore complete,
-whenever the machine was captured.
+Each frame is read with a single call, of at most 4096 bytes. The first frame after a fork is therefore complete, no
+matter when the machine was captured.
 """
 
 from __future__ import annotations

@@ -56,7 +56,10 @@ class User:
 
 
 def require_encodable(*texts: str) -> None:
-    """Raise Failure if one of ``texts`` cannot be encoded. ``\\udc80`` to ``\\udcff`` represent single bytes."""
+    """Raise Failure if one of ``texts`` cannot be encoded.
+
+    ``\\udc80`` to ``\\udcff`` are allowed: each represents a single byte.
+    """
     try:
         for text in texts:
             os.fsencode(text)
@@ -65,7 +68,7 @@ def require_encodable(*texts: str) -> None:
 
 
 def find_user(name: str) -> User:
-    """Return the user called ``name``, or for "" the user that the agent runs as, normally root."""
+    """Return the user called ``name``; if it is "", the user that the agent runs as, normally root."""
     try:
         if name:
             return User(pwd.getpwnam(name))

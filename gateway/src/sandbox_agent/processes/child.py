@@ -32,7 +32,7 @@ class StartFailure(Failure):
 
 
 def build_environment(user: User, *layers: dict[str, str]) -> dict[str, str]:
-    """Return the environment of a new process: the variables of a login, updated with each of ``layers`` in order."""
+    """Return the environment of a new process: the variables that a login sets, updated with each of ``layers``."""
     env = {
         "PATH": os.environ.get("PATH") or DEFAULT_PATH,
         "HOME": user.home,

@@ -32,7 +32,7 @@ _TURN_MS = 200
 class Process:
     """A process that is running or has ended.
 
-    ``config``: the command of the client's request; ``overdue``: whether the process was killed at its deadline.
+    ``config``: the command in the client's request; ``overdue``: whether the process was killed at its deadline.
     """
 
     def __init__(
@@ -109,7 +109,7 @@ class Process:
             os.set_blocking(self._input, False)
 
     def pump(self) -> None:
-        """Forward the output until the process ends, and record its exit status. Then drain output of its children."""
+        """Forward the output until the process ends, record its exit status, then drain the output of its children."""
         exit_fd = child.open_exit_descriptor(self.pid)
         poll = select.poll()
         poll.register(exit_fd, select.POLLIN)
@@ -179,7 +179,7 @@ class Process:
             child.resize_terminal(self._input, cols, rows)
 
     def write(self, data: bytes, *, terminal: bool) -> None:
-        """Write ``data`` to the process. Raises Failure if it has no such input or does not read for INPUT_SECONDS."""
+        """Write ``data`` to the process. Raises Failure if it lacks this input or does not read for INPUT_SECONDS."""
         with self._input_lock:
             if terminal != self._terminal or self._input < 0:
                 kind = "terminal" if terminal else "standard input"
@@ -187,7 +187,7 @@ class Process:
             self._write(memoryview(data))
 
     def feed(self, data: bytes) -> None:
-        """Write ``data`` as the whole standard input, and close it. Waits without limit for the process to read."""
+        """Write ``data`` as the whole standard input, and close it. Waits indefinitely for the process to read it."""
         remaining = memoryview(data)
         while remaining:
             with self._input_lock:
@@ -240,7 +240,7 @@ class ProcessTable:
         self._processes: dict[int, Process] = {}
 
     def add(self, process: Process) -> None:
-        """Add a process, and start to forward its output."""
+        """Add a process, and start forwarding its output."""
         with self._lock:
             self._processes[process.pid] = process
             self._forget_ended()

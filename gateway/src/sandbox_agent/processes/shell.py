@@ -1,4 +1,4 @@
-"""Find a shell for clients that run /bin/bash in a sandbox without it."""
+"""Find a shell for clients that run /bin/bash in a sandbox that does not have it."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ def resolve_program(argv: list[str], path: str) -> tuple[str, list[str]]:
 
     E2B's ``commands.run`` and ``pty.create`` always use /bin/bash, which FreeBSD and some Linux systems do not have.
     It is replaced with a bash elsewhere in PATH, or else with /bin/sh as a login shell. In /bin/sh, bash features fail
-    with an error of the shell, which begins with "sh:".
+    with an error message from the shell, which begins with "sh:".
     """
     if argv[0] != BASH or os.access(BASH, os.X_OK):
         return argv[0], argv

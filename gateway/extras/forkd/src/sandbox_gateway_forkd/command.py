@@ -142,7 +142,7 @@ async def _serve(
 
 
 async def _renew_leases(gateway: Gateway, sandboxes: list[str]) -> None:
-    """Renew the sandboxes' leases until the first sandbox is removed, which raises Failure.
+    """Renew the sandboxes' leases. Raises Failure if the first sandbox has been removed.
 
     Tolerates restarts of the gateway.
     """
@@ -155,7 +155,7 @@ async def _renew_leases(gateway: Gateway, sandboxes: list[str]) -> None:
 
 
 async def _remove_sandboxes(gateway: Gateway, sandboxes: list[str]) -> None:
-    """Remove the sandboxes. It is not an error if some no longer exist. Raises Failure."""
+    """Remove the sandboxes. Raises Failure if one remains; it is not an error if some no longer exist."""
     try:
         async with asyncio.timeout(EXIT_TIMEOUT_SECONDS):
             failures = [failure for failure in await gateway.kill(sandboxes) if failure.status != 404]

@@ -87,7 +87,7 @@ class Gateway:
         return ids
 
     async def renew_leases(self, sandboxes: Sequence[str], lease: float) -> list[Failure]:
-        """Set the sandboxes to end ``lease`` seconds from now. Returns the failures."""
+        """Set the sandboxes to end ``lease`` seconds from now. Returns a Failure for each request that failed."""
         return await self._call_for_each("POST", "/sandboxes/{}/timeout", sandboxes, {"timeout": lease})
 
     async def kill(self, sandboxes: Sequence[str]) -> list[Failure]:

@@ -1,7 +1,7 @@
 """The port that forkd's class `Sandbox` connects to: one line of JSON per request and per response.
 
-Requests: `{action: "exec", args, timeout}`, `{action: "eval", code}`, `{action: "ping"}`. Anyone who can
-connect to it can run anything in the sandbox: the protocol has no authentication.
+Requests: `{action: "exec", args, timeout}`, `{action: "eval", code}`, `{action: "ping"}`. Anyone who can connect to the
+port can run anything in the sandbox: the protocol has no authentication.
 """
 
 from __future__ import annotations
