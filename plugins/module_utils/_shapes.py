@@ -226,7 +226,7 @@ def volume_shape(volume: dict[str, Any], snapshots: Iterable[dict[str, Any]]) ->
 
 
 def _prewarm_target(snapshot: dict[str, Any]) -> int:
-    """Return the number of forks to keep ready, which is 0 if the gateway's response does not contain it."""
+    """Return the number of forks to keep ready, or 0 if the gateway's response does not contain it."""
     target: int = (snapshot.get("prewarm") or {}).get("target", 0)
     return target
 
@@ -246,7 +246,10 @@ def _mounts_shape(resource: dict[str, Any]) -> list[dict[str, Any]]:
 
 
 def parse_time(text: str | None) -> datetime | None:
-    """Parse an RFC 3339 time, without fractions of a second. Returns None if there is no time, or for 9999 (never)."""
+    """Parse an RFC 3339 time, ignoring fractions of a second.
+
+    Returns None if there is no time, or if the year is 9999 (never).
+    """
     match = re.match(r"(\d{4})-(\d\d)-(\d\d)T(\d\d):(\d\d):(\d\d)", text or "")
     if match is None or match.group(1) == "9999":
         return None

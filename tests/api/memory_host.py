@@ -1,9 +1,9 @@
 """A host that simulates its machines in memory, for tests of the layers above hosts.
 
-A machine is a small HTTP server with the agent's calls, on its own loopback address. Its `/exec` knows `write KEY
-VALUE`, `read KEY`, `sleep SECONDS`, `exit CODE`, and `env`. Written values are part of a capture, except for keys below
-the path of a mounted volume, which belong to the volume. As on hosts of virtual machines, a volume is available when
-the agent has mounted it, and only while the host grants the machine access to it.
+A machine is a small HTTP server that implements the agent's calls, on its own loopback address. Its `/exec` knows
+`write KEY VALUE`, `read KEY`, `sleep SECONDS`, `exit CODE`, `cat` and `env`. Captures include written values, except
+for those whose keys are below the path of a mounted volume, which belong to the volume. As on hosts of virtual
+machines, a volume is available only after the agent has mounted it and while the host grants the machine access to it.
 """
 
 from __future__ import annotations
@@ -195,7 +195,7 @@ class Machine:
         return {"result": repr(value), "error": "", "exit_code": 0}
 
     def _start_process(self, body: bytes) -> bytes:
-        """Return a Connect stream: the command prints its text, and exits with 1 if that is `fail`."""
+        """Return the Connect stream of a process that prints its command, and exits with 1 if that is `fail`."""
         command = json.loads(body[5:])["process"]["args"][1]
         text = base64.b64encode(f"ran {command}\n".encode()).decode()
         events: list[dict[str, Any]] = [{"start": {"pid": 1}}, {"data": {"stdout": text}}]
@@ -230,8 +230,8 @@ def _send(
 class MemoryHost:
     """An in-memory ``hosts.base.Host``.
 
-    ``slow``: seconds that each fork takes; ``failing``: names of sandboxes whose fork fails; ``blocked``: paths that
-    cannot be used as mount points.
+    ``slow``: the seconds that each fork takes; ``failing``: the names of sandboxes that fail to start; ``blocked``:
+    paths that cannot be used as mount points.
     """
 
     kind = "memory"

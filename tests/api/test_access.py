@@ -1,4 +1,4 @@
-"""Access to ports inside sandboxes by key, token, signed URL or without a secret; errors about removed sandboxes."""
+"""Access to ports inside sandboxes with a key, token, signed URL or no secret; errors about removed sandboxes."""
 
 from __future__ import annotations
 
@@ -404,7 +404,7 @@ def test_signed_urls_are_accepted_over_http(
 def test_signed_urls_with_the_gateways_address_are_accepted(
     memory_gateway: MemoryGateway, api: httpx.Client, keyless_client: httpx.Client
 ) -> None:
-    """With `E2B_SANDBOX_URL`, as documented, only the signature of the URL names the sandbox."""
+    """With `E2B_SANDBOX_URL`, as documented, only the URL's signature identifies the sandbox."""
     sandboxes = [create_sandbox(api, name=name) for name in ("one", "two", "three")]
     options = {"api_key": ADMIN_KEY, "api_url": memory_gateway.url, "sandbox_url": memory_gateway.url}
     e2b_sandbox = e2b.Sandbox.connect("two", **options)
@@ -467,7 +467,7 @@ def test_a_signed_url_resumes_its_sandbox(
 
 
 def test_the_sandbox_that_signed_a_url_is_found_quickly() -> None:
-    """Anyone can cause a search, which blocks the event loop. A long path is hashed only once."""
+    """Anyone can trigger a search, which blocks the event loop. A long path is hashed only once."""
     secret = Secret()
     secret.key = b"k" * 32
     ids = [f"{number:012x}" for number in range(1000)]
