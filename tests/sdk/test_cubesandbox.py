@@ -232,6 +232,19 @@ def test_snapshots(create):
         Sandbox.delete_snapshot(snapshots[0].snapshot_id)
 
 
+@covers("Sandbox.delete_snapshot", note="a snapshot in use is hidden, and removed with its last user")
+def test_a_snapshot_in_use_is_hidden(create):
+    sandbox = create()
+    sandbox.files.write("/root/note", "kept")
+    snapshot = sandbox.create_snapshot()
+    fork = create(snapshot.snapshot_id)
+    Sandbox.delete_snapshot(snapshot.snapshot_id)
+    assert Sandbox.list_snapshots(sandbox_id=sandbox.sandbox_id)[0] == []
+    assert fork.files.read("/root/note") == "kept"
+    with pytest.raises(cubesandbox.TemplateNotFoundError):
+        create(snapshot.snapshot_id)
+
+
 @covers("Sandbox.rollback")
 def test_a_sandbox_object_works_after_a_rollback(server, create):
     """The object keeps working after a rollback, and after a rollback to a missing snapshot fails."""

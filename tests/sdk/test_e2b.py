@@ -160,6 +160,20 @@ def test_snapshots(create):
         create(first.snapshot_id)
 
 
+@covers("Sandbox.delete_snapshot", note="a snapshot in use is hidden, and removed with its last user")
+def test_a_snapshot_in_use_is_hidden(create):
+    sandbox = create()
+    sandbox.files.write("/root/note", "kept")
+    snapshot = sandbox.create_snapshot()
+    fork = create(snapshot.snapshot_id)
+    assert Sandbox.delete_snapshot(snapshot.snapshot_id)
+    assert not Sandbox.delete_snapshot(snapshot.snapshot_id)
+    assert not fetch_all_items(sandbox.list_snapshots())
+    assert fork.files.read("/root/note") == "kept"
+    with pytest.raises(e2b.SandboxException, match="not found"):
+        create(snapshot.snapshot_id)
+
+
 @covers("Sandbox.fork")
 def test_fork(server, create):
     sandbox = create()
