@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import logging
 import time
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 from urllib.parse import parse_qsl, quote, urlencode
@@ -124,6 +125,32 @@ def test_ports_are_public_only_on_request(
         assert keyless_client.get("/", headers=port_headers_with_host(public_sandbox, PORT)).status_code == 403
     for invalid in ("yes", 1, "true"):
         assert api.post("/sandboxes", json={"templateID": "base", "network": {"allowPublicTraffic": invalid}}).is_error
+
+
+def test_an_administrator_can_make_ports_public_by_default(tmp_path: Path) -> None:
+    gateway = MemoryGateway(tmp_path, network={"public_ports": True})
+    try:
+        gateway.build_template()
+        with gateway.client() as api, gateway.client("") as keyless_client:
+            default_sandbox = create_sandbox(api)
+            private_sandbox = create_sandbox(api, network={"allowPublicTraffic": False})
+            ref = default_sandbox["sandboxID"]
+            assert default_sandbox["network"]["allowPublicTraffic"] is True
+            assert api.put(f"/sandboxes/{ref}/network", json={"denyOut": ["10.0.0.0/8"]}).status_code == 204
+            forkd_sandbox = api.post("/v1/sandboxes", json={"snapshot_tag": "base", "n": 1}).json()[0]
+            assert api.get(f"/sandboxes/{forkd_sandbox['id']}").json()["network"]["allowPublicTraffic"] is True
+            with raw_service(gateway, default_sandbox):
+                assert keyless_client.get("/", headers=port_headers_with_host(default_sandbox, PORT)).text == "ok"
+            for sandbox, port, status in (
+                (private_sandbox, PORT, 403),
+                (default_sandbox, AGENT_PORT, 401),
+                (default_sandbox, 49999, 403),
+            ):
+                headers = port_headers_with_host(sandbox, port)
+                assert keyless_client.get("/echo", headers=headers).status_code == status
+            assert keyless_client.get("/sandboxes").status_code == 401
+    finally:
+        gateway.end()
 
 
 def test_secrets_are_not_logged(

@@ -216,6 +216,18 @@ def test_a_port_is_reachable_by_its_host_name(server, create):
     token = {"Host": sandbox.get_host(8000), "E2B-Traffic-Access-Token": sandbox.traffic_access_token}
     assert httpx.get(f"{server.url}/hostname", headers=token).status_code == 200
     assert httpx.get(f"{server.url}/hostname", headers={"Host": sandbox.get_host(8000)}).status_code == 403
+    sandbox.kill()
+
+
+@covers("Sandbox.create", note="`network`: public ports")
+def test_public_ports(server, create):
+    sandbox = create(network={"allow_public_traffic": True})
+    assert sandbox.get_info().network["allow_public_traffic"] is True
+    sandbox.commands.run("cd /etc && python3 -m http.server 8000", background=True)
+    headers = {"Host": sandbox.get_host(8000)}
+    wait(lambda: httpx.get(f"{server.url}/hostname", headers=headers).status_code == 200)
+    agent = {"Host": sandbox.get_host(49983)}
+    assert httpx.get(f"{server.url}/files?path=/etc/hostname", headers=agent).status_code == 401
 
 
 @covers("Sandbox.download_url", "Sandbox.upload_url")

@@ -83,7 +83,8 @@ class Network(NativeBody):
     allow_public_traffic: bool | None = Field(
         None,
         strict=True,
-        description="True: anyone who can reach the gateway can reach the sandbox's ports, except those of the agent.",
+        description="True: anyone who can reach the gateway can reach the sandbox's ports, except those of the agent. "
+        "Absent: `network.public_ports` of the configuration, or no change.",
     )
 
     def policy(self, allow_internet: bool | None = None, *, public: bool = False) -> NetworkPolicy:
@@ -167,6 +168,7 @@ class ForkBody(Sizes):
             metadata=self.metadata,
             env=self.env,
             network=network.policy(self.allow_internet_access),
+            public_ports=network.allow_public_traffic,
             mounts=None if self.volume_mounts is None else [mount.spec() for mount in self.volume_mounts],
             timeout=self.value_or_unset("timeout"),
             on_timeout=self._on_timeout(),
