@@ -153,6 +153,40 @@ def test_an_administrator_can_make_ports_public_by_default(tmp_path: Path) -> No
         gateway.end()
 
 
+def test_services_receive_the_masked_host(
+    memory_gateway: MemoryGateway, api: httpx.Client, keyless_client: httpx.Client
+) -> None:
+    network = {"allowPublicTraffic": True, "maskRequestHost": "${PORT}-shop.example.com"}
+    sandbox = create_sandbox(api, network=network)
+    assert sandbox["network"]["maskRequestHost"] == network["maskRequestHost"]
+    route = f"/sandboxes/{sandbox['sandboxID']}/network"
+    with raw_service(memory_gateway, sandbox) as service:
+        expected_hosts = [f"{PORT}-shop.example.com"] * 2
+        for headers in (port_headers_with_host(sandbox, PORT), port_headers(sandbox, PORT)):
+            assert keyless_client.get("/", headers=headers).text == "ok"
+        assert api.put(route, json={"denyOut": ["10.0.0.0/8"]}).status_code == 204, "keeps it"
+        assert keyless_client.get("/", headers=headers).text == "ok"
+        expected_hosts.append(f"{PORT}-shop.example.com")
+        for mask, expected_host in (("shop:${PORT}", f"shop:{PORT}"), ("", host(sandbox, PORT))):
+            assert api.put(route, json={"maskRequestHost": mask}).status_code == 204
+            assert keyless_client.get("/", headers=port_headers_with_host(sandbox, PORT)).text == "ok"
+            expected_hosts.append(expected_host)
+        assert [service.request_headers(number)["host"] for number in range(5)] == expected_hosts
+        assert all(head.lower().count(b"\nhost:") == 1 for head in service.heads)
+    assert "maskRequestHost" not in api.get(f"/sandboxes/{sandbox['sandboxID']}").json()["network"]
+    agent_sandbox = create_sandbox(api, network=network)
+    echo = api.get("/echo", headers=port_headers_with_host(agent_sandbox)).json()
+    assert echo["headers"]["host"] == host(agent_sandbox), "the agent's own ports keep the host"
+
+
+@pytest.mark.parametrize(
+    "mask", ["a b", "a\r\nX-Api-Key: b", "a/b", "${HOST}.example.com", "a:b", "ä.example", "a" * 256]
+)
+def test_an_invalid_mask_of_the_host_is_refused(api: httpx.Client, mask: str) -> None:
+    response = api.post("/sandboxes", json={"templateID": "base", "network": {"maskRequestHost": mask}})
+    assert response.status_code == 400 and "maskRequestHost" in response.json()["message"]
+
+
 def test_secrets_are_not_logged(
     memory_gateway: MemoryGateway,
     keyless_client: httpx.Client,

@@ -9,13 +9,14 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import cubesandbox
+import httpx
 import pytest
 from cubesandbox import NEVER_TIMEOUT, Config, Sandbox, Template, Volume, VolumeMount
 from cubesandbox._exceptions import AuthenticationError
 
 from tests.sdk.conftest import Server
 from tests.sdk.coverage import covers
-from tests.sdk.test_e2b import wait
+from tests.sdk.test_e2b import HOST_SERVER, fetch_host, wait
 
 Create = Callable[..., Sandbox]
 _LARGE_FILE_BYTES = 50 << 20
@@ -297,6 +298,19 @@ def test_update_network(create):
     assert sandbox.get_info()["network"]["allowOut"] == ["198.51.100.0/24"]
     with pytest.raises(cubesandbox.ApiError):
         sandbox.update_network({"rules": {"api.example.com": [{"transform": {"headers": {"A": "b"}}}]}})
+
+
+@covers("Sandbox.create", "Sandbox.update_network", note="`network`: public ports, and the host that services see")
+def test_ports(server, create):
+    sandbox = create(network={"allow_public_traffic": True, "mask_request_host": "shop.example.com:${PORT}"})
+    sandbox.files.write("/root/server.py", HOST_SERVER)
+    sandbox.commands.run("nohup python3 /root/server.py >/dev/null 2>&1 &")
+    wait(lambda: fetch_host(server, sandbox.get_host(8000)) == "shop.example.com:8000")
+    headers = {"Host": sandbox.get_host(8000)}
+    assert httpx.get(server.url, headers=headers).text == "shop.example.com:8000"
+    sandbox.update_network({"mask_request_host": "", "allow_public_traffic": False})
+    assert fetch_host(server, sandbox.get_host(8000)) == sandbox.get_host(8000)
+    assert httpx.get(server.url, headers=headers).status_code == 403
 
 
 @covers("Volume.create", "Volume.list", "Volume.get_info", "Volume.connect", "Volume.destroy", "VolumeMount")

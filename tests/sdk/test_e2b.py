@@ -219,6 +219,36 @@ def test_a_port_is_reachable_by_its_host_name(server, create):
     sandbox.kill()
 
 
+HOST_SERVER = """
+import http.server
+class Handler(http.server.BaseHTTPRequestHandler):
+    def do_GET(self):
+        self.send_response(200)
+        self.end_headers()
+        self.wfile.write(self.headers["Host"].encode())
+http.server.HTTPServer(("", 8000), Handler).serve_forever()
+"""
+
+
+def fetch_host(server: Server, host: str) -> str:
+    """Return the Host header that HOST_SERVER receives, or "" if it does not run."""
+    response = httpx.get(server.url, headers={"Host": host, "X-API-Key": server.key})
+    return response.text if response.status_code == 200 else ""
+
+
+@covers("Sandbox.create", note="`network`: the host that services see")
+def test_services_see_the_masked_host(server, create):
+    sandbox = create(network={"mask_request_host": "${PORT}-shop.example.com"})
+    assert sandbox.get_info().network["mask_request_host"] == "${PORT}-shop.example.com"
+    sandbox.files.write("/root/server.py", HOST_SERVER)
+    sandbox.commands.run("python3 /root/server.py", background=True)
+    wait(lambda: fetch_host(server, sandbox.get_host(8000)) == "8000-shop.example.com")
+    sandbox.update_network({"deny_out": ["198.51.100.0/24"]})
+    assert fetch_host(server, sandbox.get_host(8000)) == "8000-shop.example.com"
+    with pytest.raises(e2b.SandboxException, match="is not a host name"):
+        create(network={"mask_request_host": "a b"})
+
+
 @covers("Sandbox.create", note="`network`: public ports")
 def test_public_ports(server, create):
     sandbox = create(network={"allow_public_traffic": True})
