@@ -119,7 +119,7 @@ def _parse_line(line: str, where: str) -> Key:
     if len(secret) < MIN_KEY_LENGTH:
         raise Invalid(
             f"{where}: the key is {len(secret)} characters long, but must have at least {MIN_KEY_LENGTH}: create one "
-            "with `openssl rand -hex 32`"
+            "with `echo e2b_$(openssl rand -hex 24)`"
         )
     return Key(name, permission, digest(secret))
 

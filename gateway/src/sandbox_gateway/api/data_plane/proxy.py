@@ -46,6 +46,8 @@ from sandbox_gateway.records import Sandbox, SandboxState
 log = Logger("proxy")
 
 _ID_HEADER, _PORT_HEADER = "e2b-sandbox-id", "e2b-sandbox-port"
+# E2B's client (2.26) also sends both headers with POST /sandboxes/ID/connect. The agent has none of these paths.
+_CONTROL_PLANE = re.compile(r"/(?:v2/)?(?:sandboxes|snapshots|templates|volumes)(?:/|$)")
 _HOP_BY_HOP = frozenset(
     {
         "connection",
@@ -101,7 +103,7 @@ class AddressFormats:
     def __init__(self, domain: str) -> None:
         self._host = re.compile(rf"(\d+)-([^.]+)\.{re.escape(domain.lower())}\.?(?::\d{{1,5}})?")
 
-    def target(self, headers: Headers) -> Target | None:
+    def target(self, headers: Headers, path: str) -> Target | None:
         """Return the target of a request, or None if it is for the gateway itself. Raises Invalid."""
         host_header = headers.get("host", "")
         match = self._host.fullmatch(host_header.lower())
@@ -115,6 +117,8 @@ class AddressFormats:
                     "characters"
                 )
             port = _parse_port(headers[_PORT_HEADER])
+            if port == AGENT_PORT and _CONTROL_PLANE.match(path):
+                return None
             return Target(ref, port, f"localhost:{port}", by_host=False)
         return None
 
@@ -160,7 +164,7 @@ class DataPlane:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         headers = Headers(scope=scope)
-        target = self.addresses.target(headers) if scope["type"] in ("http", "websocket") else None
+        target = self.addresses.target(headers, scope["path"]) if scope["type"] in ("http", "websocket") else None
         admission = self.access.admit_signed_url(scope) if target is None else None
         if admission is not None:
             target = Target(admission.sandbox.id, AGENT_PORT, f"localhost:{AGENT_PORT}", by_host=False, signed=True)
