@@ -333,6 +333,26 @@ def test_volumes(server, create):
         e2b.Volume.get_info(volume.volume_id)
 
 
+def test_file_calls_on_volumes_are_refused_with_a_reason(server, monkeypatch):
+    monkeypatch.setenv("E2B_VOLUME_API_URL", server.url)
+    volume = e2b.Volume.create(f"data-{uuid.uuid4().hex[:8]}")
+    try:
+        calls: dict[str, Callable[[], Any]] = {
+            "list": lambda: volume.list("/"),
+            "exists": lambda: volume.exists("/a"),
+            "read_file": lambda: volume.read_file("/a"),
+            "write_file": lambda: volume.write_file("/a", "text"),
+            "make_dir": lambda: volume.make_dir("/d"),
+            "update_metadata": lambda: volume.update_metadata("/a", mode=0o600),
+            "remove": lambda: volume.remove("/a"),
+        }
+        for call in calls.values():
+            with pytest.raises(e2b.VolumeException, match="mount the volume in a sandbox"):
+                call()
+    finally:
+        wait(lambda: e2b.Volume.destroy(volume.volume_id))
+
+
 @covers("Template.exists", "Template.alias_exists")
 def test_templates(server):
     assert e2b.Template.exists(server.template)
