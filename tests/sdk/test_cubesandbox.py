@@ -352,6 +352,10 @@ def test_templates(server, create):
     assert Template.get(alias).template_id == template.template_id
     with pytest.raises(cubesandbox.TemplateNotFoundError):
         Template.get("no-such")
+    for invalid, words in (("no spaces", "is not allowed"), (None, "give the name to another template")):
+        with pytest.raises(cubesandbox.ApiError, match=words) as alias_error_info:
+            Template.set_alias(template.template_id, invalid)
+        assert alias_error_info.value.status_code == 400
     build = server.gateway.call("GET", f"/templates/{server.template}")["buildID"]
     assert Template.get_build_status(server.template, build).status == "ready"
     assert Template.get_build_logs(server.template, build) is not None

@@ -13,6 +13,9 @@ import e2b
 import httpx
 import pytest
 from e2b import AsyncSandbox, Sandbox, SandboxQuery, SandboxState
+from e2b.api.client.api.sandboxes import post_sandboxes_sandbox_id_refreshes
+from e2b.api.client.models import SandboxRefreshRequest
+from e2b.api.client_sync import get_api_client
 
 from tests.sdk.conftest import Server
 from tests.sdk.coverage import covers
@@ -112,6 +115,30 @@ def test_a_sandbox_ends_at_its_timeout(create):
     wait(lambda: not sandbox.is_running())
     with pytest.raises(e2b.SandboxNotFoundException):
         sandbox.set_timeout(60)
+
+
+@covers("Sandbox.create", "Sandbox.set_timeout", note="a timeout of -1 means none")
+def test_a_sandbox_without_a_timeout_never_ends(create):
+    sandbox = create(timeout=-1, metadata={"mark": (mark := uuid.uuid4().hex)})
+    (listed_info,) = fetch_all_items(Sandbox.list(query=SandboxQuery(metadata={"mark": mark})))
+    for info in (sandbox.get_info(), listed_info):
+        assert info.end_at.astimezone().year in (9998, 9999)
+    sandbox.set_timeout(600)
+    assert sandbox.get_info().end_at - datetime.now(UTC) <= timedelta(seconds=600)
+    sandbox.set_timeout(-1)
+    assert sandbox.get_info().end_at.year == 9999
+
+
+def test_refreshes_extend_the_lifetime(server, create):
+    """Only the generated part of the client has this request."""
+    sandbox = create(timeout=600)
+    api_client = get_api_client(e2b.ConnectionConfig())
+    for duration, seconds in ((60, 600), (1800, 1800)):
+        body = SandboxRefreshRequest(duration=duration)
+        response = post_sandboxes_sandbox_id_refreshes.sync_detailed(sandbox.sandbox_id, client=api_client, body=body)
+        assert response.status_code == 204
+        left = (sandbox.get_info().end_at - datetime.now(UTC)).total_seconds()
+        assert seconds - 100 < left <= seconds
 
 
 @covers("Sandbox.pause", "Sandbox.beta_pause")
@@ -357,6 +384,9 @@ def test_file_calls_on_volumes_are_refused_with_a_reason(server, monkeypatch):
 def test_templates(server):
     assert e2b.Template.exists(server.template)
     assert not e2b.Template.alias_exists("no-such-template")
+    with pytest.raises(e2b.SandboxException, match="is not allowed") as error_info:
+        e2b.Template.alias_exists("no spaces")
+    assert error_info.value.status_code == 400
 
 
 def test_errors_have_their_own_classes(server, create):

@@ -400,8 +400,17 @@ class RollbackVolume(NativeBody):
     )
 
 
+def _require_alias(value: object) -> object:
+    if value in (None, ""):
+        raise ValueError(
+            "must not be empty, because names cannot be removed from a template: give the name to another template, or "
+            "delete the template"
+        )
+    return value
+
+
 class SetAlias(NativeBody):
-    alias: Name
+    alias: Annotated[Name, BeforeValidator(_require_alias)]
 
 
 _NO_IMAGES = Refused(

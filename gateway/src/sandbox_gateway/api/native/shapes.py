@@ -195,6 +195,7 @@ class BuildShape(Shape):
     status: Literal["building", "ready", "error"]
     logs: list[str]
     reason: str | None
+    error_message: str = Field(description="The same as reason, as CubeSandbox names it; empty without an error.")
 
 
 class LogShape(Shape):
@@ -540,6 +541,7 @@ def build_shape(build: Build, offset: int = 0, limit: int | None = None) -> Buil
         status=build.status,
         logs=build.lines[offset:end],
         reason=build.reason or None,
+        error_message=build.reason,
     )
 
 
