@@ -7,8 +7,9 @@ from typing import Any
 
 import httpx
 import pytest
+from ansible_collections.grove.sandbox.plugins.module_utils import _fork, _sandbox, _template
 from ansible_collections.grove.sandbox.plugins.module_utils._client import Client
-from ansible_collections.grove.sandbox.plugins.module_utils._failure import Failure
+from ansible_collections.grove.sandbox.plugins.module_utils._run import run
 
 from sandbox_gateway.cli.failure import failure_from_response
 from sandbox_gateway.engine.boot_failure import MAX_LINE_LENGTH, MAX_LINES, last_lines
@@ -78,13 +79,20 @@ def test_the_log_of_a_build_contains_its_lines(api: httpx.Client, broken_host: A
     assert "no init found" in api.get(f"{route}/status").json()["reason"]
 
 
-def test_modules_show_it(memory_gateway: MemoryGateway, broken_host: Any) -> None:
+@pytest.mark.parametrize(
+    ("kind", "options"),
+    [
+        (_sandbox, {"name": ["one"], "template": "base", "cold_start": True}),
+        (_fork, {"snapshot": "base", "names": ["a", "b"], "cold_start": True}),
+        (_template, {"name": ["unbootable"], "wait": True, "wait_timeout": 60}),
+    ],
+)
+def test_modules_show_it(memory_gateway: MemoryGateway, broken_host: Any, kind: Any, options: dict[str, Any]) -> None:
     broken_host.dead_console = CONSOLE
-    client = Client(memory_gateway.unix_url)
-    with pytest.raises(Failure) as failure_info:
-        client.post("/sandboxes", {"templateID": "base", **COLD})
-    result = failure_info.value.as_dict()
-    assert result["kind"] == "backend_failed" and all(line in result["message"].split("\n  ") for line in LINES)
+    defaults = {name: option.get("default") for name, option in kind.ARGUMENTS.items()}
+    result = run(kind, {**defaults, **options}, check=False, client=Client(memory_gateway.unix_url))
+    assert result["failed"] and not result["changed"] and result["failure"]["kind"] == "backend_failed"
+    assert "did not start" in result["msg"] and all(f"\n  {line}" in result["msg"] for line in LINES), result["msg"]
 
 
 def test_a_guest_cannot_make_the_error_long_or_control_terminals() -> None:
