@@ -231,7 +231,7 @@ class MemoryHost:
     """An in-memory ``hosts.base.Host``.
 
     ``slow``: seconds that each fork takes; ``failing``: names of sandboxes whose fork fails; ``blocked``: paths that
-    cannot be used as mount points.
+    cannot be used as mount points; ``dead_console``: the console of machines that end while they boot.
     """
 
     kind = "memory"
@@ -255,6 +255,7 @@ class MemoryHost:
         self.build_seconds = 0.0
         self.failing: set[str] = set()
         self.blocked: set[str] = set()
+        self.dead_console: str | None = None
         self.available = Room(disk_free=50 << 30, disk_total=100 << 30, memory_free=8 << 30, memory_total=16 << 30)
         self.stopped: set[str] = set()
         """Instances whose machines are stalled."""
@@ -315,6 +316,8 @@ class MemoryHost:
         machine = self.machine_type(self.disks[sandbox.instance], self.files)
         machine.allowed = {mount.volume: mount.read_only for mount in sandbox.mounts}
         await machine.start()
+        if self.dead_console is not None:
+            await machine.stop()
         self.machines[sandbox.instance] = machine
 
     async def capture(
@@ -411,10 +414,10 @@ class MemoryHost:
         }
 
     async def console(self, sandbox: Sandbox) -> str:
-        return ""
+        return self.dead_console or ""
 
     def end_reason(self, sandbox: Sandbox) -> str:
-        return "" if sandbox.instance in self.machines else "its machine ended"
+        return "" if sandbox.instance in self.machines and self.dead_console is None else "its machine ended"
 
     async def apply_network(self, sandbox: Sandbox, policy: NetworkPolicy) -> None:
         pass

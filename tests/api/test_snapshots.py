@@ -7,6 +7,7 @@ from typing import Any
 import httpx
 import pytest
 
+from tests.api.memory_gateway import MemoryGateway
 from tests.api.test_sandboxes import create_sandbox
 from tests.support.waiting import eventually
 
@@ -122,6 +123,27 @@ def test_snapshots_can_be_deleted_as_templates(api: httpx.Client, snapshot_id: s
         and "template" in response.json()["message"]
         and snapshot_id in response.json()["message"]
     )
+
+
+def test_a_snapshot_in_use_can_be_deleted_as_a_template(
+    memory_gateway: MemoryGateway, api: httpx.Client, snapshot_id: str
+) -> None:
+    """E2B's and CubeSandbox's clients expect this. The other routes, and templates, name every user."""
+    forks = [api.post("/snapshots/s1/fork").json()["sandboxID"] for _ in range(2)]
+    one = api.get("/sandboxes/one").json()["sandboxID"]
+    users = {f"/snapshots/{snapshot_id}": forks, f"/v1/snapshots/{snapshot_id}": forks, "/templates/base": [one]}
+    for route, ids in users.items():
+        response = api.delete(route)
+        assert response.status_code == 409 and all(id in response.text for id in ids), route
+    response = api.delete(f"/templates/{snapshot_id}")
+    assert response.status_code == 202 and {*response.json()["blockers"]} == {*forks}
+    assert api.get("/snapshots").json() == [] and api.delete(f"/templates/{snapshot_id}").status_code == 404
+    assert api.post("/sandboxes/one/snapshots", json={"name": "s1"}).status_code == 201, "the name is free"
+    for fork in forks:
+        assert snapshot_id in memory_gateway.engine.index.snapshots
+        api.delete(f"/sandboxes/{fork}").raise_for_status()
+    api.delete("/sandboxes/one").raise_for_status()
+    eventually(lambda: snapshot_id not in memory_gateway.engine.index.snapshots, 20)
 
 
 def test_a_name_in_use_is_a_conflict(api: httpx.Client, snapshot_id: str) -> None:

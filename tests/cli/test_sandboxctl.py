@@ -324,3 +324,15 @@ def test_forks_are_prewarmed(run: Run) -> None:
     check_succeeded(run("snapshot", "prewarm", "base", "0"))
     refusal = run("snapshot", "prewarm", "warm", "65")
     assert refusal.code != 0 and "prewarm.maximum" in refusal.err
+
+
+def test_a_failed_boot_shows_the_end_of_the_console(run: Run, memory_gateway: MemoryGateway) -> None:
+    memory_gateway.host.dead_console = "Loading\r\nKernel panic: no init found\r\n"
+    try:
+        outcome = run("create", "base", "--name", "one", "--cold-start")
+        assert outcome.code == 1 and outcome.out == ""
+        assert outcome.err.endswith("The end of its console:\n  Loading\n  Kernel panic: no init found\n")
+        build = run("template", "build", "unbootable")
+        assert build.code == 1 and build.err.count("Kernel panic: no init found") >= 1
+    finally:
+        memory_gateway.host.dead_console = None

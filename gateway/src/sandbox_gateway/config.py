@@ -166,6 +166,11 @@ class Network(_Section):
     dns: list[str] = Field(
         default_factory=list, description="Name servers of sandboxes. Empty: the host's name servers."
     )
+    public_ports: bool = Field(
+        False,
+        description="Whether anyone who can reach the gateway can connect to the ports of sandboxes, except the "
+        "agent's, without a key or token. Applies to sandboxes that are created without `allowPublicTraffic`.",
+    )
 
     @field_validator("subnet")
     @classmethod

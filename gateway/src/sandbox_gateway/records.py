@@ -89,6 +89,16 @@ class NetworkPolicy(_Part):
     deny_out: list[str] = Field(default_factory=list)
     allow_public_traffic: bool = False
     """Whether every client of the gateway can connect to the sandbox's ports, except the agent's."""
+    mask_request_host: str = ""
+    """The Host header of requests to the sandbox's ports, except the agent's. Empty: as the client sent it.
+
+    ``${PORT}`` stands for the port.
+    """
+
+    @property
+    def egress(self) -> tuple[bool, list[str], list[str]]:
+        """The part of the policy that hosts enforce."""
+        return self.allow_internet, self.allow_out, self.deny_out
 
     @property
     def allows_egress(self) -> bool:

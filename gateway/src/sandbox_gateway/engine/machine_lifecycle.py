@@ -9,6 +9,7 @@ from typing import Any
 from sandbox_gateway.control_characters import remove_control_characters
 from sandbox_gateway.engine.agents import Agents
 from sandbox_gateway.engine.attachments import Attachments
+from sandbox_gateway.engine.boot_failure import with_console
 from sandbox_gateway.engine.context import Context
 from sandbox_gateway.engine.locking import Locking
 from sandbox_gateway.engine.prewarm import Prewarm
@@ -76,9 +77,12 @@ class MachineLifecycle:
             if sandbox.mounts or snapshot.mounts:
                 stale = with_memory and bool(snapshot.mounts)
                 await self._attachments.mount_inside(sandbox, stale=stale, seconds=self._host.boot_seconds)
-        except BaseException:
+        except BaseException as error:
+            reason = error if with_memory else await with_console(error, self._host, sandbox)
             await clean_up(log, self._host.discard(sandbox))
-            raise
+            if reason is error:
+                raise
+            raise reason from error
         self.starts["memory" if with_memory else "boot"] += 1
 
     async def boot(self, sandbox: Sandbox) -> None:
@@ -92,9 +96,12 @@ class MachineLifecycle:
             await self._agents.identify(sandbox, booted=True)
             if sandbox.mounts:
                 await self._attachments.mount_inside(sandbox, seconds=self._host.boot_seconds)
-        except BaseException:
+        except BaseException as error:
+            reason = await with_console(error, self._host, sandbox)
             await clean_up(log, self._host.stop(sandbox))
-            raise
+            if reason is error:
+                raise
+            raise reason from error
         self.starts["boot"] += 1
 
     async def stop_paused(self, sandbox: Sandbox) -> None:

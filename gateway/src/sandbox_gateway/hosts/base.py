@@ -268,7 +268,7 @@ class Host(Protocol):
         """Return the load of each instance whose machine is running. It is called often, so it must be cheap."""
 
     async def console(self, sandbox: Sandbox) -> str:
-        """Return the tail of the running instance's console output."""
+        """Return the tail of the console output of the instance, whose machine may have ended; "" if it has none."""
 
     def end_reason(self, sandbox: Sandbox) -> str:
         """Return why the instance's machine is not running, as part of a sentence, or "" while it runs."""

@@ -168,7 +168,7 @@ async def refresh(ref: Ref, engine: EngineDep, body: requests.Refresh | None = N
 
 @router.put("/sandboxes/{ref}/network", status_code=204, summary="Replace a sandbox's network policy")
 async def set_network(ref: Ref, body: requests.Network, engine: EngineDep) -> None:
-    await engine.sandboxes.set_network(ref, body.policy(public=engine.sandboxes.get(ref).network.allow_public_traffic))
+    await engine.sandboxes.set_network(ref, body.policy(current=engine.sandboxes.get(ref).network))
 
 
 @router.post(

@@ -40,6 +40,9 @@ class NetworkShape(Shape):
     allow_out: list[str]
     deny_out: list[str]
     allow_public_traffic: bool
+    mask_request_host: str | None = Field(
+        None, description="The Host header that services receive; absent if the client's is kept."
+    )
 
 
 class VolumeMountShape(Shape):
@@ -192,6 +195,7 @@ class BuildShape(Shape):
     status: Literal["building", "ready", "error"]
     logs: list[str]
     reason: str | None
+    error_message: str = Field(description="The same as reason, as CubeSandbox names it; empty without an error.")
 
 
 class LogShape(Shape):
@@ -328,11 +332,13 @@ class HiddenShape(Shape):
 
 
 def network_shape(policy: NetworkPolicy) -> NetworkShape:
+    mask = {"mask_request_host": policy.mask_request_host} if policy.mask_request_host else {}
     return NetworkShape(
         allow_internet_access=policy.allow_internet,
         allow_out=policy.allow_out,
         deny_out=policy.deny_out,
         allow_public_traffic=policy.allow_public_traffic,
+        **mask,
     )
 
 
@@ -535,6 +541,7 @@ def build_shape(build: Build, offset: int = 0, limit: int | None = None) -> Buil
         status=build.status,
         logs=build.lines[offset:end],
         reason=build.reason or None,
+        error_message=build.reason,
     )
 
 

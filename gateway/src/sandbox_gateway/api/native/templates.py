@@ -117,11 +117,16 @@ async def build_logs(
 @router.delete(
     "/templates/{ref}",
     status_code=204,
-    summary="Remove a template (or a snapshot)",
+    summary="Remove a template (or a snapshot, with its last user)",
     responses={202: {"model": shapes.HiddenShape, "description": "Hidden; removed with its last user"}},
 )
 async def delete(ref: Ref, engine: EngineDep, when: When = None) -> Response:
-    return await remove(engine, get_template_or_snapshot(engine, ref), when)
+    """Remove a template. A snapshot in use is hidden immediately and removed with its last user.
+
+    E2B's and CubeSandbox's clients delete snapshots with this request, also while sandboxes made from them exist.
+    """
+    target = get_template_or_snapshot(engine, ref)
+    return await remove(engine, target, when if target.kind is SnapshotKind.TEMPLATE else "unused")
 
 
 def _ready_shape(engine: Engine, template: Snapshot, guest: str) -> shapes.TemplateShape:

@@ -340,8 +340,8 @@ class KvmXfsHost:
         return f"its machine ended{machine.log_tail()}" if machine.has_ended else ""
 
     async def console(self, sandbox: Sandbox) -> str:
-        machine, _ = self._machines.require_running(sandbox)
-        return await machine.console()
+        entry = self._machines.find(sandbox)
+        return await entry[0].console() if entry else ""
 
     async def apply_network(self, sandbox: Sandbox, policy: NetworkPolicy) -> None:
         _, slot = self._machines.require_running(sandbox)

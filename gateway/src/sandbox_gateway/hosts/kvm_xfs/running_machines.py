@@ -162,7 +162,7 @@ class RunningMachines:
         instances.move(before, after)  # not in a thread: a rename takes less time than switching to one
         machine.files = after
         sandbox.instance, sandbox.host = fork.instance, fork.host
-        if sandbox.network != fork.network:
+        if sandbox.network.egress != fork.network.egress:
             await self._slots.apply(slot, sandbox.network)
         if machine.is_held:
             await machine.cont()
