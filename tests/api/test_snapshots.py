@@ -138,3 +138,8 @@ def test_the_lineage_contains_all_descendants(api: httpx.Client, snapshot_id: st
     assert sandbox["children"][0]["id"] == snapshot_id and sandbox["children"][0]["children"][0]["id"] == fork
     assert api.get("/lineage", params={"root": "s1"}).json()[0]["id"] == snapshot_id
     assert api.get("/lineage", params={"root": "nothing"}).status_code == 404
+    nodes = api.get("/lineage", params={"flat": True, "root": "base"}).json()
+    assert [(node["id"], node["parent"], node["depth"]) for node in nodes] == [
+        (template["id"], "", 0), (sandbox["id"], template["id"], 1), (snapshot_id, sandbox["id"], 2), (fork, snapshot_id, 3)
+    ]  # fmt: skip
+    assert api.get("/lineage", params={"flat": True, "root": "nothing"}).status_code == 404
