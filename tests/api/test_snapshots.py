@@ -139,7 +139,7 @@ def test_the_lineage_contains_all_descendants(api: httpx.Client, snapshot_id: st
     assert api.get("/lineage", params={"root": "s1"}).json()[0]["id"] == snapshot_id
     assert api.get("/lineage", params={"root": "nothing"}).status_code == 404
     nodes = api.get("/lineage", params={"flat": True, "root": "base"}).json()
-    assert [(node["id"], node["parent"], node["depth"]) for node in nodes] == [
-        (template["id"], "", 0), (sandbox["id"], template["id"], 1), (snapshot_id, sandbox["id"], 2), (fork, snapshot_id, 3)
-    ]  # fmt: skip
+    ids = [template["id"], sandbox["id"], snapshot_id, fork]
+    expected = [(id, parent, depth) for depth, (id, parent) in enumerate(zip(ids, ["", *ids], strict=False))]
+    assert [(node["id"], node["parent"], node["depth"]) for node in nodes] == expected
     assert api.get("/lineage", params={"flat": True, "root": "nothing"}).status_code == 404

@@ -358,6 +358,8 @@ def compact(record: AnyRecord) -> AnyRecord:
     The gateway keeps the records of all objects in memory. Without this, each record has its own set of the names of
     its fields, which is larger than the rest of it, and its own copy of the same resources.
     """
+    if record.__pydantic_fields_set__ is _field_names(type(record)):
+        return record  # It is compact already.
     _share_field_names(record)
     for value in vars(record).values():
         if isinstance(value, list):
@@ -369,7 +371,20 @@ def compact(record: AnyRecord) -> AnyRecord:
     if isinstance(record, Sandbox | Snapshot) and not record.resources.model_extra:
         resources = record.resources
         record.__dict__["resources"] = _share_resources(resources.cpus, resources.memory_mb, resources.disk_mb)
+    _share_keys(record)
     return record
+
+
+def _share_keys(record: _Part) -> None:
+    """Let a record share the keys of its attributes with all others of its kind.
+
+    Python does this for attributes that are set one by one (PEP 412), but pydantic gives each instance its own
+    dictionary. The order of the fields stays the same.
+    """
+    values = record.__dict__
+    del record.__dict__
+    for name, value in values.items():
+        object.__setattr__(record, name, value)
 
 
 def _share_field_names(part: _Part) -> None:

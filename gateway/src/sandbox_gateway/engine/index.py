@@ -18,7 +18,7 @@ MAX_TREE_DEPTH = 100
 
 
 class _Entry(NamedTuple):
-    """What the index derived from a record, so that ``put`` and ``remove`` can undo it without a search.
+    """The values that the index derived from a record, so that ``put`` and ``remove`` can undo them without a search.
 
     It does not refer to the record, which may have changed since.
     """

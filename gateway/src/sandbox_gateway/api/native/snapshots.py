@@ -109,9 +109,10 @@ async def lineage(
         Query(description="A list instead of trees: each object before its descendants, with `parent` and `depth`"),
     ] = False,
 ) -> Response:
-    nodes = [*engine.snapshots.walk_lineage(root or None)] if flat else engine.snapshots.lineage(root or None)
-    # Not a return value: FastAPI would copy each of the nodes, of which there can be many thousands.
-    return Response(json.dumps(nodes, ensure_ascii=False, separators=(",", ":")), media_type="application/json")
+    nodes = engine.snapshots.walk_lineage(root or None) if flat else engine.snapshots.lineage(root or None)
+    # There can be many thousands of nodes: FastAPI would copy each, and all of a list would be in memory at once.
+    texts = (json.dumps(node, ensure_ascii=False, separators=(",", ":")) for node in nodes)
+    return Response(f"[{','.join(texts)}]", media_type="application/json")
 
 
 async def remove(engine: Engine, snapshot: Snapshot, when: str | None) -> Response:
