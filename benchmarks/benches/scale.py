@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import re
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator
@@ -63,7 +62,7 @@ class Scale:
             LoopXfs(directory / "scale.xfs", directory / "scale", size_mb=_XFS_MB) as xfs,
             ctx.steps("sizes", len(sizes)) as steps,
         ):
-            gateway = Gateway(xfs.mount_point, {"log": {"level": "info"}})
+            gateway = Gateway(xfs.mount_point, {"log": {"level": "info", "format": "json"}})
             records = _Records(Layout(gateway.state_root), xfs.mount_point / "images")
             for size in sizes:
                 records.grow(size)
@@ -83,7 +82,9 @@ class _Records:
         self._start_time = now() - timedelta(days=30)
         self.snapshots: list[str] = []
         """Their ids, oldest first."""
-        self.sandboxes: list[str] = []
+        self.unused: list[str] = []
+        """Ids of some snapshots from which no sandbox was made, and which are not the newest."""
+        self._created_snapshots = self._created_sandboxes = 0
         layout.create()
         self._create_images()
         self._platform = {"accelerator": "tcg", "cpu_model": "max", "machine": "q35", "qemu_version": "7.2"}
@@ -104,7 +105,8 @@ class _Records:
     def grow(self, count: int) -> None:
         """Create snapshots and sandboxes until there are ``count`` snapshots."""
         while len(self.snapshots) < count:
-            number = len(self.snapshots)
+            number = self._created_snapshots
+            self._created_snapshots += 1
             created_at = self._start_time + timedelta(minutes=number + 1)
             snapshot = Snapshot(
                 names=[f"snapshot-{number}"],
@@ -128,6 +130,8 @@ class _Records:
             self.snapshots.append(snapshot.id)
             if number % _SNAPSHOTS_PER_SANDBOX == 0:
                 self._create_sandbox(snapshot)
+            elif number % _SNAPSHOTS_PER_SANDBOX == 1 and len(self.snapshots) < count:
+                self.unused.append(snapshot.id)
 
     def _create_snapshot(self, snapshot: Snapshot) -> None:
         directory = self._layout.snapshot(snapshot)
@@ -139,7 +143,8 @@ class _Records:
         directory_records.write_record(directory, snapshot, durable=False)
 
     def _create_sandbox(self, snapshot: Snapshot) -> None:
-        number = len(self.sandboxes)
+        number = self._created_sandboxes
+        self._created_sandboxes += 1
         sandbox = Sandbox(
             name=f"sandbox-{number}",
             state=SandboxState.PAUSED,
@@ -161,11 +166,14 @@ class _Records:
             path.hardlink_to(self._images / path.name)
         files.memory.hardlink_to(self._layout.snapshot(snapshot) / "memory.img")
         directory_records.write_record(directory, sandbox, durable=False)
-        self.sandboxes.append(sandbox.id)
 
-    def delete_from_list(self, number: int) -> str:
-        """Forget a snapshot that the gateway will delete, and return its id."""
-        return self.snapshots.pop(number)
+    def pop_unused(self) -> str:
+        """Return the id of a snapshot in the middle of the chain, which the caller must delete; empty: none is left."""
+        if not self.unused:
+            return ""
+        id = self.unused.pop(len(self.unused) // 2)
+        self.snapshots.remove(id)
+        return id
 
     def read_manifests(self) -> int:
         """Read and parse all manifests without the gateway. Returns their number."""
@@ -202,34 +210,34 @@ def _running(gateway: Gateway) -> Iterator[int]:
 
 def _open_ms(gateway: Gateway) -> float:
     """Return how long the gateway took to open its host, scan it, and build its index, from its log."""
-    *_, last = re.findall(r" open .*\bms=(\d+)", gateway.log_file.read_text())
-    return float(last)
+    lines = [line for line in gateway.log_file.read_text().splitlines() if line.startswith("{")]
+    *_, last = (entry for entry in map(json.loads, lines) if entry["event"] == "open")
+    return float(last["ms"])
 
 
 def _measure_requests(gateway: Gateway, records: _Records, rounds: int, samples: dict[str, list[float]]) -> None:
-    middle = len(records.snapshots) // 2
-    # A page from the middle of the list: the token of an earlier page.
-    first = gateway.client.get("/snapshots", params={"limit": min(middle, 1000)})
+    newest = gateway.call("GET", f"/snapshots/{records.snapshots[-1]}")["names"][0]
+    # The page in the measurement does not start at the beginning of the list.
+    first = gateway.client.get("/snapshots", params={"limit": min(len(records.snapshots) // 2, 1000)})
     token = first.headers["x-next-token"]
     targets: dict[str, tuple[str, dict[str, Any]]] = {
         "floor_request": ("/volumes", {}),
         "page": ("/snapshots", {"limit": _PAGE, "nextToken": token}),
-        "show": (f"/snapshots/snapshot-{middle}", {}),
-        "find": ("/snapshots", {"name": f"snapshot-{middle}"}),
+        "show": (f"/snapshots/{newest}", {}),
+        "find": ("/snapshots", {"name": newest}),
         "sandboxes": ("/sandboxes", {"limit": _PAGE}),
         "lineage": ("/lineage", {"flat": True}),
         "metrics": ("/metrics", {}),
     }
-    for number in range(rounds):
+    for _ in range(rounds):
         for key, (path, params) in targets.items():
             response, elapsed = time_call(_request(gateway, "GET", path, params))
             assert response.is_success, response.text
             samples[key].append(elapsed)
         # Each deletion gives the next snapshot of the chain a new parent.
-        position = middle // _SNAPSHOTS_PER_SANDBOX * _SNAPSHOTS_PER_SANDBOX + 1 + number % 2
-        response, elapsed = time_call(_request(gateway, "DELETE", f"/snapshots/{records.snapshots[position]}", {}))
-        if response.status_code == 204:
-            records.delete_from_list(position)
+        if unused := records.pop_unused():
+            response, elapsed = time_call(_request(gateway, "DELETE", f"/snapshots/{unused}", {}))
+            assert response.status_code == 204, response.text
             samples["delete"].append(elapsed)
 
 
