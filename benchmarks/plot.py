@@ -97,7 +97,7 @@ def _draw_scale(above: Axes, below: Axes, measures: dict[str, Any]) -> None:
     for key, colour, label in (
         ("floor_start", _FLOOR_COLOUR, "floor of a start: read and parse the manifests"),
         ("start", _MAIN_COLOUR, "start"),
-        ("floor_request", _GRID, "floor of a request: an empty list"),
+        ("floor_request", _PARTS[6], "floor of a request: an empty list"),
         ("page", _SECOND_COLOUR, "list 100 snapshots"),
         ("show", _RETURNED_COLOUR, "show a snapshot, by name"),
         ("lineage", _PARTS[4], "whole lineage"),
