@@ -1,4 +1,4 @@
-"""Plot the main results: the pause of a capture, the duration of a fork, and the gateway's memory."""
+"""Plot the main results: the pause of a capture, the duration of a fork, and the gateway's memory and scale."""
 
 from __future__ import annotations
 
@@ -90,7 +90,35 @@ def _draw_memory(above: Axes, below: Axes, measures: dict[str, Any]) -> None:
     below.set_visible(False)
 
 
-_PLOTTERS = {"pause": _draw_pause, "fork": _draw_fork, "memory": _draw_memory}
+def _draw_scale(above: Axes, below: Axes, measures: dict[str, Any]) -> None:
+    """Draw the medians by the number of snapshots. Both axes of the upper plot are logarithmic."""
+    sizes = sorted(int(key.removeprefix("start_")) for key in measures if key.startswith("start_"))
+    above.set_title("The gateway with many snapshots")
+    for key, colour, label in (
+        ("floor_start", _FLOOR_COLOUR, "floor of a start: read and parse the manifests"),
+        ("start", _MAIN_COLOUR, "start"),
+        ("floor_request", _PARTS[6], "floor of a request: an empty list"),
+        ("page", _SECOND_COLOUR, "list 100 snapshots"),
+        ("show", _RETURNED_COLOUR, "show a snapshot, by name"),
+        ("lineage", _PARTS[4], "whole lineage"),
+    ):
+        medians = [measures[f"{key}_{size}"]["p50"] for size in sizes]
+        above.plot(sizes, medians, "o-", color=colour, linewidth=2, markersize=4, label=f"{label} ({medians[-1]:.3g})")
+    above.set_xscale("log")
+    above.set_yscale("log")
+    above.set_xlabel("snapshots, with a stopped sandbox for every fifth")
+    above.set_ylabel("milliseconds, median")
+    _draw_frame(above)
+    memory = [measures[f"memory_{size}"]["p50"] / (1 << 20) for size in sizes]
+    below.plot(sizes, memory, "o-", color=_MAIN_COLOUR, linewidth=2, markersize=4)
+    below.set_title(f"Resident memory after the start, MiB (at the end {memory[-1]:.0f})", fontsize=9)
+    below.set_xscale("log")
+    below.set_ylim(0, 1.2 * max(memory))
+    below.grid(color=_GRID, linewidth=0.8)
+    below.spines[["top", "right"]].set_visible(False)
+
+
+_PLOTTERS = {"pause": _draw_pause, "fork": _draw_fork, "memory": _draw_memory, "scale": _draw_scale}
 PLOTTED_BENCHES = frozenset(_PLOTTERS)
 """The names of the benches that can be drawn."""
 
@@ -144,7 +172,9 @@ def _draw_parts(axes: Axes, measures: dict[str, Any], key: str) -> None:
 
 def _caption(document: dict[str, Any]) -> str:
     machine = document["machine"]
-    counts = [
+    scale = document["benches"].get("scale")
+    counts = [f"{scale['settings']['starts']} starts and {scale['settings']['rounds']} requests"] if scale else []
+    counts += [
         f"{len(document['benches'][name]['measures'][key]['samples'])} {noun}"
         for name, key, noun in (
             ("pause", "pause", "captures"),
@@ -153,8 +183,10 @@ def _caption(document: dict[str, Any]) -> str:
         )
         if name in document["benches"]
     ]
-    accelerator = {"tcg": "TCG (every instruction emulated)", "kvm": "KVM"}[machine["accelerator"]]
+    accelerator = {"tcg": "TCG (every instruction emulated)", "kvm": "KVM"}.get(machine["accelerator"])
+    # Benches without machines do not know QEMU.
+    emulator = f"QEMU {machine['qemu']} with {accelerator}, " if accelerator else ""
     return (
-        f"{', '.join(counts)}; QEMU {machine['qemu']} with {accelerator}, {machine['cpus']} CPUs, "
+        f"{', '.join(counts)}; {emulator}{machine['cpus']} CPUs, "
         f"Linux {'.'.join(machine['kernel'].split('.')[:2])}; {document['started_at'][:10]}"
     )

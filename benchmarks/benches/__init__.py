@@ -14,6 +14,7 @@ from benchmarks.benches.memory import Memory
 from benchmarks.benches.pause import Pause
 from benchmarks.benches.prewarm import Prewarm
 from benchmarks.benches.rollback import Rollback
+from benchmarks.benches.scale import Scale
 from benchmarks.benches.sdk import Sdk
 from benchmarks.benches.tasks import Tasks
 from benchmarks.measure import Bench
@@ -29,6 +30,7 @@ BENCHES: tuple[Bench, ...] = (
     Http(),
     Cli(),
     Memory(),
+    Scale(),
     Sdk(),
     JailZfs(),
     Tasks(),

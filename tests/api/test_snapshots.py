@@ -160,3 +160,8 @@ def test_the_lineage_contains_all_descendants(api: httpx.Client, snapshot_id: st
     assert sandbox["children"][0]["id"] == snapshot_id and sandbox["children"][0]["children"][0]["id"] == fork
     assert api.get("/lineage", params={"root": "s1"}).json()[0]["id"] == snapshot_id
     assert api.get("/lineage", params={"root": "nothing"}).status_code == 404
+    nodes = api.get("/lineage", params={"flat": True, "root": "base"}).json()
+    ids = [template["id"], sandbox["id"], snapshot_id, fork]
+    expected = [(id, parent, depth) for depth, (id, parent) in enumerate(zip(ids, ["", *ids], strict=False))]
+    assert [(node["id"], node["parent"], node["depth"]) for node in nodes] == expected
+    assert api.get("/lineage", params={"flat": True, "root": "nothing"}).status_code == 404

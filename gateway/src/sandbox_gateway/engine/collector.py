@@ -159,14 +159,14 @@ class Collector:
                 yield
         finally:
             ids = {each.id if isinstance(each, Snapshot) else each.sandbox_snapshot for each in records}
-            if any(_is_collectable(each) for each in self._index.snapshots.values() if each.id in ids):
+            if not self._index.collectable.isdisjoint(ids):
                 await finish_despite_cancellation(self.collect())
 
     async def _collect_snapshots(self) -> None:
-        for id in list(self._index.snapshots):
+        for id in [each.id for each in self._index.snapshots_in(self._index.collectable)]:
             # Read the record late, because removing one snapshot changes the records of others.
             snapshot = self._index.snapshots.get(id)
-            if snapshot is None or not _is_collectable(snapshot) or not self._backoff.is_due(id):
+            if snapshot is None or id not in self._index.collectable or not self._backoff.is_due(id):
                 continue
             heads = (sandbox.head for sandbox in self._index.sandboxes.values())
             if self._index.sandboxes_using(snapshot) or (not snapshot.doomed and snapshot.id in heads):
@@ -185,7 +185,7 @@ class Collector:
 
         The captures themselves may be kept for a long time, as the heads of their sources.
         """
-        for snapshot in list(self._index.snapshots.values()):
+        for snapshot in self._index.snapshots_in(self._index.collectable):
             is_transient = snapshot.kind is SnapshotKind.TRANSIENT
             volume_snapshots = self._references.volume_snapshots_in(snapshot) if is_transient else []
             if (
@@ -214,8 +214,3 @@ class Collector:
             except GatewayError as error:
                 log.warning("an unused volume could not be removed", volume=volume.id, reason=error.message)
                 self._backoff.delay(volume.id)
-
-
-def _is_collectable(snapshot: Snapshot) -> bool:
-    """Return whether a snapshot is removed as soon as it is unused."""
-    return snapshot.doomed or snapshot.kind is SnapshotKind.TRANSIENT

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import time
+
 from sandbox_gateway.config import Config
 from sandbox_gateway.engine.agents import Agents
 from sandbox_gateway.engine.attachments import Attachments
@@ -83,6 +85,7 @@ class Engine:
 
     async def open(self) -> None:
         """Lock the host, scan it, and complete or undo operations that a crash interrupted."""
+        start_time = time.monotonic()
         await self.host.open()
         self.secret.load(self.config.host.state_root / "secret")
         scan = await self.host.scan()
@@ -94,7 +97,14 @@ class Engine:
         self.background.start(self.loads.watch())
         if self.host.abilities.can_stall:
             self.background.start(self.room.watch())
-        log.info("open", sandboxes=len(self.index.sandboxes), running=len(scan.alive), repaired=len(scan.repaired))
+        log.info(
+            "open",
+            sandboxes=len(self.index.sandboxes),
+            running=len(scan.alive),
+            snapshots=len(self.index.snapshots),
+            repaired=len(scan.repaired),
+            ms=round((time.monotonic() - start_time) * 1000),
+        )
 
     async def close(self) -> None:
         """Close the host after operations that have started to commit have finished. Sandboxes keep running."""

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from datetime import date, datetime
+from collections.abc import Iterable, Sequence
+from datetime import date, datetime, timedelta
 
 from sandbox_gateway.records import Snapshot
 
@@ -20,6 +20,29 @@ def find_surplus(snapshots: Iterable[Snapshot], at: datetime) -> list[Snapshot]:
             series.setdefault(snapshot.source_sandbox, []).append(snapshot)
     surplus = [each for members in series.values() for each in _find_surplus_of_series(members, at)]
     return sorted(surplus, key=lambda each: each.created_at)
+
+
+def find_next_change(snapshots: Sequence[Snapshot], at: datetime) -> datetime | None:
+    """Return the earliest time after ``at`` at which a snapshot can exceed a maximum age; None: never.
+
+    Until then, the result of ``find_surplus`` depends only on which snapshots there are.
+    """
+    newest: dict[str, Snapshot] = {}
+    for snapshot in snapshots:
+        if snapshot.retention is not None:
+            other = newest.setdefault(snapshot.source_sandbox, snapshot)
+            newest[snapshot.source_sandbox] = max(other, snapshot, key=lambda each: (each.created_at, each.id))
+    limits = {
+        source: timedelta(seconds=each.retention.max_age)
+        for source, each in newest.items()
+        if each.retention is not None and each.retention.max_age is not None
+    }
+    times = (
+        snapshot.created_at + limits[snapshot.source_sandbox]
+        for snapshot in snapshots
+        if snapshot.retention is not None and snapshot.source_sandbox in limits
+    )
+    return min((time for time in times if time >= at), default=None)
 
 
 def _find_surplus_of_series(members: list[Snapshot], at: datetime) -> list[Snapshot]:

@@ -12,7 +12,7 @@ from sandbox_gateway.api.dependencies import EngineDep, Ref
 from sandbox_gateway.api.native import requests, shapes
 from sandbox_gateway.api.native.snapshots import When, remove
 from sandbox_gateway.api.native.view import get_template_or_snapshot
-from sandbox_gateway.api.paging import Limit, NextToken, page
+from sandbox_gateway.api.paging import Limit, NextToken, page_list
 from sandbox_gateway.engine.builds import Build
 from sandbox_gateway.engine.engine import Engine
 from sandbox_gateway.engine.names import require_valid_name
@@ -57,7 +57,7 @@ async def index(
         ),
     ]
     matches = [template for template in templates if not name or name in template.names]
-    return page(matches, lambda shape: (shape.created_at, shape.template_id), response, limit, next_token)
+    return page_list(matches, lambda shape: (shape.created_at, shape.template_id), response, limit, next_token)
 
 
 @router.get("/templates/{ref}", response_model_exclude_unset=True, summary="Show a template")

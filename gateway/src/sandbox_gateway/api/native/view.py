@@ -15,7 +15,7 @@ from sandbox_gateway.config import Config
 from sandbox_gateway.engine.engine import Engine
 from sandbox_gateway.errors import GatewayError, NotFound
 from sandbox_gateway.hosts.base import VolumeState
-from sandbox_gateway.records import Mount, Sandbox, Snapshot, SnapshotKind, Volume, VolumeSnapshot
+from sandbox_gateway.records import Mount, Sandbox, Snapshot, Volume, VolumeSnapshot
 
 _MAX_CONCURRENT_QUERIES = 16
 
@@ -160,8 +160,10 @@ def get_template_or_snapshot(engine: Engine, ref: str) -> Snapshot:
 
 def ids_of(ref: str, engine: Engine) -> set[str]:
     """Return ``ref`` and the id of the template or snapshot with that name, if there is one. Used for filters."""
-    snapshots = engine.snapshots.list([SnapshotKind.SNAPSHOT, SnapshotKind.TEMPLATE])
-    return {ref, *(snapshot.id for snapshot in snapshots if ref in snapshot.names)}
+    try:
+        return {ref, engine.snapshots.get(ref).id}
+    except NotFound:
+        return {ref}
 
 
 async def _view(request: Request) -> View:

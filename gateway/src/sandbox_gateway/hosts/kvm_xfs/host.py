@@ -18,7 +18,7 @@ from sandbox_gateway.errors import BackendFailed, Conflict
 from sandbox_gateway.hosts import directory_records
 from sandbox_gateway.hosts.addresses import name_servers
 from sandbox_gateway.hosts.base import Abilities, Endpoint, GuestMount, Load, Log, Room, Scan, Usage, VolumeState
-from sandbox_gateway.hosts.directory_records import Quarantine, explaining_os_errors
+from sandbox_gateway.hosts.directory_records import Quarantine, RecordReader, explaining_os_errors
 from sandbox_gateway.hosts.kvm_xfs.image import instances, reflink
 from sandbox_gateway.hosts.kvm_xfs.image.layout import Layout
 from sandbox_gateway.hosts.kvm_xfs.image.snapshots import Snapshots
@@ -112,25 +112,26 @@ class KvmXfsHost:
         return Platform(accelerator.name, accelerator.cpu_model, self._config.kvm_xfs.machine, accelerator.qemu_version)
 
     async def scan(self) -> Scan:
-        self._refuse_newer_records()
+        reader = RecordReader()
+        self._refuse_newer_records(reader)
         scan = Scan()
         for parent in (self._layout.templates, self._layout.snapshots, self._layout.sandboxes):
             scan.repaired += [f"removed {name}, which was never committed" for name in directory_records.sweep(parent)]
-        scan.snapshots = self._snapshots.scan(scan.repaired)
+        scan.snapshots = self._snapshots.scan(scan.repaired, reader)
         for directory in directory_records.directories(self._layout.sandboxes):
             if not directory_records.has_record(directory):
                 continue  # It was never committed. _remove_strays removes it after its machine has been stopped.
             with self._quarantine.quarantine_if_damaged(directory, scan.repaired):
-                scan.sandboxes.append(directory_records.read_record(directory, Sandbox))
+                scan.sandboxes.append(reader.read(directory, Sandbox))
         scan.unreadable_sandboxes = self._quarantine.list_from(self._layout.sandboxes)
-        await self._volumes.find(scan)
+        await self._volumes.find(scan, reader)
         await self._machines.adopt(scan)
         await self._volumes.adopt(scan, self._machines.addresses())
         self._remove_strays(scan)
         return scan
 
-    def _refuse_newer_records(self) -> None:
-        layout, directories, find_newer = self._layout, directory_records.directories, directory_records.find_newer
+    def _refuse_newer_records(self, reader: RecordReader) -> None:
+        layout, directories, find_newer = self._layout, directory_records.directories, reader.find_newer
         refuse_newer(
             find_newer([*directories(layout.templates), *directories(layout.snapshots)], Snapshot)
             | find_newer(directories(layout.sandboxes), Sandbox)

@@ -45,16 +45,12 @@ class Layout:
 
         Directories remain searchable, because QEMU runs as another user.
         """
-        parents = (self.templates, self.snapshots, self.sandboxes, self.volumes)
-        paths = [*self.root.glob("*.json"), *cache.glob("rootfs-*.tar")]
-        paths += [
-            Path(directory, name) for parent in parents for directory, _, names in os.walk(parent) for name in names
-        ]
-        for path in paths:
+        for path in [*self.root.glob("*.json"), *cache.glob("rootfs-*.tar")]:
             with contextlib.suppress(FileNotFoundError):
-                mode = path.lstat().st_mode
-                if stat.S_ISREG(mode) and mode & 0o077:
+                if _is_open_to_others(path.lstat().st_mode):
                     path.chmod(0o600)
+        for parent in (self.templates, self.snapshots, self.sandboxes, self.volumes):
+            _restrict_files(parent)
 
     def snapshot(self, snapshot: Snapshot) -> Path:
         is_template = snapshot.kind in (SnapshotKind.BASE, SnapshotKind.TEMPLATE)
@@ -74,6 +70,25 @@ class Layout:
         for volume in directories(self.volumes):
             if (volume / VOLUME_SNAPSHOTS).is_dir():
                 yield from directories(volume / VOLUME_SNAPSHOTS)
+
+
+def _restrict_files(directory: Path | str) -> None:
+    """Remove other users' access to the files below ``directory``.
+
+    Skips directories that only their owner can search, as most are, because nobody else can open their files.
+    """
+    with contextlib.suppress(FileNotFoundError), os.scandir(directory) as entries:
+        for entry in entries:
+            with contextlib.suppress(FileNotFoundError):
+                mode = entry.stat(follow_symlinks=False).st_mode
+                if stat.S_ISDIR(mode) and mode & 0o011:
+                    _restrict_files(entry.path)
+                elif _is_open_to_others(mode):
+                    Path(entry).chmod(0o600)
+
+
+def _is_open_to_others(mode: int) -> bool:
+    return stat.S_ISREG(mode) and bool(mode & 0o077)
 
 
 class Instance:

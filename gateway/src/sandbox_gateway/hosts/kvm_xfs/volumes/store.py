@@ -21,7 +21,7 @@ from pydantic import ValidationError
 from sandbox_gateway.errors import BackendFailed, Conflict
 from sandbox_gateway.hosts import directory_records
 from sandbox_gateway.hosts.base import Scan
-from sandbox_gateway.hosts.directory_records import MANIFEST, PARTIAL, Quarantine
+from sandbox_gateway.hosts.directory_records import MANIFEST, PARTIAL, Quarantine, RecordReader
 from sandbox_gateway.hosts.kvm_xfs.image import reflink
 from sandbox_gateway.hosts.kvm_xfs.image.layout import VOLUME_SNAPSHOTS, Layout
 from sandbox_gateway.hosts.kvm_xfs.network.addresses import VOLUME_PORTS
@@ -127,7 +127,7 @@ class VolumeStore:
 
     # -- scanning ---------------------------------------------------------------------------------------------------
 
-    def scan(self, scan: Scan) -> Ports:
+    def scan(self, scan: Scan, reader: RecordReader) -> Ports:
         """Sweep, quarantine and repair the volumes, and add them to ``scan``, which must already contain the snapshots.
 
         Assigns a port to each volume. Returns the pool of ports.
@@ -137,15 +137,15 @@ class VolumeStore:
         for directory in directory_records.directories(self._root):
             if (directory / VOLUME_SNAPSHOTS).is_dir():
                 removed_names += directory_records.sweep(directory / VOLUME_SNAPSHOTS)
-            snapshots = self._scan_snapshots(directory, snapshot_ids, scan.repaired)
+            snapshots = self._scan_snapshots(directory, snapshot_ids, scan.repaired, reader)
             with self._quarantine.quarantine_if_damaged(directory, scan.repaired):
-                scan.volumes.append(self._scan_volume(directory, snapshots, scan.repaired))
+                scan.volumes.append(self._scan_volume(directory, snapshots, scan.repaired, reader))
                 scan.volume_snapshots += snapshots
         scan.repaired += [f"removed {name}, which was never committed" for name in removed_names]
         return self._assign_ports(scan)
 
     def _scan_snapshots(
-        self, directory: Path, snapshot_ids: Collection[str], repaired: list[str]
+        self, directory: Path, snapshot_ids: Collection[str], repaired: list[str], reader: RecordReader
     ) -> list[VolumeSnapshot]:
         """Return the intact snapshots of a volume. Removes those that belong to an uncommitted sandbox snapshot."""
         if not (directory / VOLUME_SNAPSHOTS).is_dir():
@@ -153,7 +153,7 @@ class VolumeStore:
         intact_snapshots = []
         for entry in directory_records.directories(directory / VOLUME_SNAPSHOTS):
             with self._quarantine.quarantine_if_damaged(entry, repaired):
-                snapshot = _read_snapshot(entry, directory.name)
+                snapshot = _read_snapshot(entry, directory.name, reader)
                 if snapshot.sandbox_snapshot in snapshot_ids:
                     intact_snapshots.append(snapshot)
                 elif self._quarantine.contains(snapshot.sandbox_snapshot):
@@ -165,11 +165,13 @@ class VolumeStore:
                     )
         return intact_snapshots
 
-    def _scan_volume(self, directory: Path, snapshots: list[VolumeSnapshot], repaired: list[str]) -> Volume:
+    def _scan_volume(
+        self, directory: Path, snapshots: list[VolumeSnapshot], repaired: list[str], reader: RecordReader
+    ) -> Volume:
         """Return the repaired record of a volume. Raises ValueError if neither an image nor a snapshot is left."""
         length_mb = _length_mb(directory / IMAGE)
         try:
-            volume = directory_records.read_record(directory, Volume)
+            volume = reader.read(directory, Volume)
             if volume.id != directory.name:
                 raise ValueError(f"its manifest belongs to {volume.id}")
         except ValueError as error:
@@ -272,9 +274,9 @@ def _length_mb(image: Path) -> int:
         return 0
 
 
-def _read_snapshot(directory: Path, volume: str) -> VolumeSnapshot:
+def _read_snapshot(directory: Path, volume: str, reader: RecordReader) -> VolumeSnapshot:
     """Read a snapshot's record, and check the record and the image. Raises ValueError with the reason."""
-    snapshot = directory_records.read_record(directory, VolumeSnapshot)
+    snapshot = reader.read(directory, VolumeSnapshot)
     if (snapshot.id, snapshot.volume) != (directory.name, volume):
         raise ValueError(f"its manifest belongs to {snapshot.id} of volume {snapshot.volume}")
     if _length_mb(directory / IMAGE) < snapshot.size_mb:
