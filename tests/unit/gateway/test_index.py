@@ -206,18 +206,6 @@ def test_the_newer_of_two_snapshots_loses_only_the_shared_name() -> None:
     assert index.snapshot("a") is older and index.snapshot("b") is newer and newer.names == ["b"]
 
 
-def test_sandboxes_that_use_a_snapshot_are_found() -> None:
-    index = Index()
-    snapshot = Snapshot(names=["s"])
-    index.put(snapshot)
-    fork = Sandbox(name="forked", forked_from=snapshot.id)
-    rollback = Sandbox(name="rolled-back", base=snapshot.id)
-    paused = Sandbox(name="paused", pause_snapshot=snapshot.id)
-    for sandbox in (fork, rollback, paused, Sandbox(name="stranger")):
-        index.put(sandbox)
-    assert index.sandboxes_using(snapshot) == [fork, rollback, paused]
-
-
 def test_lineage_returns_all_trees_or_one_branch() -> None:
     index = Index()
     template = Snapshot(kind=SnapshotKind.TEMPLATE, names=["t"])

@@ -67,7 +67,7 @@ class Engine:
 
         # Operations built on these.
         self.snapshots = snapshots = Snapshots(context, locking, references, collector, captures, prewarm)
-        self.forks = Forks(context, locking, collector, mounts, machines, captures, room)
+        self.forks = Forks(context, locking, references, collector, mounts, machines, captures, room)
         replacement = Replacement(context, locking, collector, machines)
         self.sandboxes = sandboxes = Sandboxes(
             context, locking, agents, collector, mounts, machines, captures, replacement

@@ -15,6 +15,7 @@ from sandbox_gateway.engine.locking import Locking
 from sandbox_gateway.engine.machine_lifecycle import MachineLifecycle
 from sandbox_gateway.engine.mount_plan import MountPlanner
 from sandbox_gateway.engine.record_changes import save_sandbox
+from sandbox_gateway.engine.references import References
 from sandbox_gateway.engine.room import RoomKeeper
 from sandbox_gateway.engine.spec import ForkSpec
 from sandbox_gateway.errors import GatewayError, OverQuota
@@ -30,6 +31,7 @@ class Forks:
         self,
         context: Context,
         locking: Locking,
+        references: References,
         collector: Collector,
         mounts: MountPlanner,
         machines: MachineLifecycle,
@@ -40,6 +42,7 @@ class Forks:
         self._host = context.host
         self._index = context.index
         self._locking = locking
+        self._references = references
         self._collector = collector
         self._mounts = mounts
         self._machines = machines
@@ -108,7 +111,7 @@ class Forks:
                 return await self._fork(snapshot, spec)
             except BaseException:
                 # If the request was cancelled after the commit, the forks exist and still need the capture.
-                if not self._index.sandboxes_using(snapshot):
+                if not self._references.users_of(snapshot).sandboxes:
                     await self._restore_head(sandbox, snapshot)
                 raise
 

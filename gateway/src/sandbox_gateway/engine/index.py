@@ -171,6 +171,11 @@ class Index:
         snapshots = [each for each in self.volume_snapshots.values() if each.volume == volume.id]
         return sorted(snapshots, key=lambda each: (each.created_at, each.id))
 
+    def volume_snapshots_in(self, snapshot: Snapshot) -> list[VolumeSnapshot]:
+        """Return the snapshots of volumes that are part of a sandbox's snapshot."""
+        ids = (capture.snapshot for capture in snapshot.volumes)
+        return [self.volume_snapshots[id] for id in ids if id in self.volume_snapshots]
+
     def mounts_of(self, volume: Volume) -> list[tuple[Sandbox, Mount]]:
         """Return the running and paused sandboxes that mount a volume, with their mounts of it."""
         return [
@@ -178,14 +183,6 @@ class Index:
             for sandbox in self.sandboxes.values()
             for mount in sandbox.mounts
             if mount.volume == volume.id
-        ]
-
-    def sandboxes_using(self, snapshot: Snapshot) -> list[Sandbox]:
-        """Return the sandboxes that were forked from a snapshot, were rolled back to it, or resume from it."""
-        return [
-            sandbox
-            for sandbox in self.sandboxes.values()
-            if snapshot.id in (sandbox.forked_from, sandbox.base, sandbox.pause_snapshot)
         ]
 
     def lineage(self, root: str | None = None) -> Trees:

@@ -9,7 +9,7 @@ from sandbox_gateway.engine.collector import Collector
 from sandbox_gateway.engine.context import Context
 from sandbox_gateway.engine.locking import Locking
 from sandbox_gateway.engine.names import require_valid_name
-from sandbox_gateway.engine.references import References, in_use_error
+from sandbox_gateway.engine.references import References
 from sandbox_gateway.errors import Invalid, NameTaken
 from sandbox_gateway.hosts.base import VolumeState
 from sandbox_gateway.records import Mount, Sandbox, Volume, VolumeSnapshot, new_id
@@ -142,15 +142,7 @@ class Volumes:
         """
         async with self._locked(ref) as volume:
             snapshot = self._index.volume_snapshot(snapshot_ref, volume)
-            writers = [sandbox for sandbox, mount in self.mounts_of(volume) if not (mount.read_only or force)]
-            refusal = in_use_error(
-                volume,
-                {"read-write mount": writers},
-                "Detach it there, or force the rollback.",
-                overrides=["force"],
-                busy=self._index.is_pinned(volume),
-            )
-            if refusal:
+            if refusal := self._references.volume_rollback_refusal(volume, force=force):
                 raise refusal
             await finish_despite_cancellation(self._host.rollback_volume(volume, snapshot))
             self._events.publish("volume.rolled-back", volumeID=volume.name, snapshotID=snapshot.id)
