@@ -21,6 +21,8 @@ from pathlib import Path
 from sandbox_gateway.hosts.directory_records import directories
 from sandbox_gateway.records import Sandbox, Snapshot, SnapshotKind
 
+VOLUME_IMAGE = "volume.img"
+"""The image of a volume or of its snapshot, in their directories."""
 VOLUME_SNAPSHOTS = "snapshots"
 """The directory of a volume's snapshots, in the volume's directory."""
 
