@@ -410,9 +410,6 @@ class MemoryHost:
             if each.instance in self.machines
         }
 
-    async def console(self, sandbox: Sandbox) -> str:
-        return ""
-
     def end_reason(self, sandbox: Sandbox) -> str:
         return "" if sandbox.instance in self.machines else "its machine ended"
 

@@ -267,9 +267,6 @@ class Host(Protocol):
     async def loads(self, sandboxes: Sequence[Sandbox]) -> dict[str, Load]:
         """Return the load of each instance whose machine is running. It is called often, so it must be cheap."""
 
-    async def console(self, sandbox: Sandbox) -> str:
-        """Return the tail of the running instance's console output."""
-
     def end_reason(self, sandbox: Sandbox) -> str:
         """Return why the instance's machine is not running, as part of a sentence, or "" while it runs."""
 

@@ -308,10 +308,6 @@ class JailZfsHost:
             return "its jail is not running"
         return ENDED_REASON if machine.has_ended else ""
 
-    async def console(self, sandbox: Sandbox) -> str:
-        """Return "", because a jail has no console."""
-        return ""
-
 
 def _used_bytes(mount_point: Path) -> int | None:
     """Return the bytes that a mounted ZFS file system references, without a command; None if it is not mounted."""

@@ -339,10 +339,6 @@ class KvmXfsHost:
         machine, _ = entry
         return f"its machine ended{machine.log_tail()}" if machine.has_ended else ""
 
-    async def console(self, sandbox: Sandbox) -> str:
-        machine, _ = self._machines.require_running(sandbox)
-        return await machine.console()
-
     async def apply_network(self, sandbox: Sandbox, policy: NetworkPolicy) -> None:
         _, slot = self._machines.require_running(sandbox)
         await self._slots.apply(slot, policy)

@@ -166,12 +166,6 @@ class Machine:
             with contextlib.suppress(BackendFailed, Timeout):
                 await self.execute("remove-fd", {"fdset-id": fdset})
 
-    async def console(self) -> str:
-        """Return the tail of the guest's serial console, or "" if QEMU does not answer."""
-        with contextlib.suppress(BackendFailed, Timeout):
-            return str(await self.execute("ringbuf-read", {"device": "console", "size": 16384}))
-        return ""
-
     def memory_bytes(self) -> int:
         """Return the bytes of memory that the process uses, including its share of shared pages."""
         for line in Path(f"/proc/{self.pid}/smaps_rollup").read_text().splitlines():
