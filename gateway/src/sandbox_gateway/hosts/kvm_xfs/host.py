@@ -1,6 +1,6 @@
 """Implement the interface of hosts.base with virtual machines on reflinked files.
 
-Each method delegates to another module: `running_machines` and `qemu` run machines, `memory` captures them, `network`
+Each method delegates to another module: `machines` and `qemu` run machines, `memory` captures them, `network`
 provides slots, `image` stores disks, `template` builds disks from recipes, `volumes` serves volumes.
 """
 
@@ -22,6 +22,7 @@ from sandbox_gateway.hosts.directory_records import Quarantine, explaining_os_er
 from sandbox_gateway.hosts.kvm_xfs.image import instances, reflink
 from sandbox_gateway.hosts.kvm_xfs.image.layout import Layout
 from sandbox_gateway.hosts.kvm_xfs.image.snapshots import Snapshots
+from sandbox_gateway.hosts.kvm_xfs.machines import Machines
 from sandbox_gateway.hosts.kvm_xfs.meminfo import read_memory
 from sandbox_gateway.hosts.kvm_xfs.memory.capture import Capture
 from sandbox_gateway.hosts.kvm_xfs.memory.image_check import ImageCheck
@@ -31,7 +32,6 @@ from sandbox_gateway.hosts.kvm_xfs.network.slots import SlotPool
 from sandbox_gateway.hosts.kvm_xfs.ownership import Ownership
 from sandbox_gateway.hosts.kvm_xfs.qemu import accel
 from sandbox_gateway.hosts.kvm_xfs.qemu.command_line import Platform
-from sandbox_gateway.hosts.kvm_xfs.running_machines import RunningMachines
 from sandbox_gateway.hosts.kvm_xfs.template import guest_files
 from sandbox_gateway.hosts.kvm_xfs.template.build import build_rootfs
 from sandbox_gateway.hosts.kvm_xfs.volumes.kvm_volumes import KvmVolumes
@@ -71,7 +71,7 @@ class KvmXfsHost:
         self._snapshots = Snapshots(self._layout, self._quarantine)
         self._slots = SlotPool(config.network, uid_base=config.kvm_xfs.uid_base)
         self._volumes = KvmVolumes(self._layout, self._quarantine, ServerPool(config.network, self._layout.serving))
-        self._machines = RunningMachines(config, self._layout, self._slots, self._volumes)
+        self._machines = Machines(config, self._layout, self._slots, self._volumes)
         self._tracker = TrackerClient(config.kvm_xfs.page_tracker)
         best_mode = config.kvm_xfs.memory_mode
         self._windows = Windows(self._tracker, MODES_BEST_FIRST[0] if best_mode == "auto" else Memory(best_mode))
@@ -158,7 +158,7 @@ class KvmXfsHost:
         return await self._machines.stalled()
 
     async def continue_stalled(self, sandbox: Sandbox) -> None:
-        machine, _ = self._machines.require_running(sandbox)
+        machine = self._machines.require_running(sandbox).machine
         if await machine.is_stalled():
             await machine.cont()
 
@@ -200,7 +200,7 @@ class KvmXfsHost:
     async def capture(
         self, sandbox: Sandbox, snapshot: Snapshot, *, memory: bool, volumes: Sequence[VolumeSnapshot] = ()
     ) -> Snapshot:
-        machine, _ = self._machines.require_running(sandbox)
+        machine = self._machines.require_running(sandbox).machine
         window = self._windows.get(machine, _boot_image_check(sandbox)) if memory else None
         capture = Capture(machine, self._layout.instance(sandbox), self._snapshots.partial_files(snapshot), window)
         with explaining_os_errors():
@@ -314,15 +314,15 @@ class KvmXfsHost:
     async def usage(self, sandbox: Sandbox) -> Usage:
         with _explaining_removal(sandbox):
             disk = await asyncio.to_thread(reflink.unique_bytes, self._layout.instance(sandbox).disk)
-        entry = self._machines.find(sandbox)
-        memory = await asyncio.to_thread(entry[0].memory_bytes) if entry else 0
+        started = self._machines.find(sandbox)
+        memory = await asyncio.to_thread(started.machine.memory_bytes) if started else 0
         return Usage(disk_bytes=disk, memory_bytes=memory)
 
     async def loads(self, sandboxes: Sequence[Sandbox]) -> dict[str, Load]:
         machines = {
-            sandbox.instance: entry[0]
+            sandbox.instance: started.machine
             for sandbox in sandboxes
-            if (entry := self._machines.find(sandbox)) and not entry[0].has_ended
+            if (started := self._machines.find(sandbox)) and not started.machine.has_ended
         }
         # One thread for all: each takes some microseconds.
         measurements = await asyncio.to_thread(lambda: {key: machine.load() for key, machine in machines.items()})
@@ -333,15 +333,13 @@ class KvmXfsHost:
         return Endpoint(slot.host_address, machine.line if sandbox.host.get("line") else None)
 
     def end_reason(self, sandbox: Sandbox) -> str:
-        entry = self._machines.find(sandbox)
-        if entry is None:
+        started = self._machines.find(sandbox)
+        if started is None:
             return "its machine is not running"
-        machine, _ = entry
-        return f"its machine ended{machine.log_tail()}" if machine.has_ended else ""
+        return f"its machine ended{started.machine.log_tail()}" if started.machine.has_ended else ""
 
     async def apply_network(self, sandbox: Sandbox, policy: NetworkPolicy) -> None:
-        _, slot = self._machines.require_running(sandbox)
-        await self._slots.apply(slot, policy)
+        await self._slots.apply(self._machines.require_running(sandbox).slot, policy)
 
     # -- volumes ----------------------------------------------------------------------------------------------------
 

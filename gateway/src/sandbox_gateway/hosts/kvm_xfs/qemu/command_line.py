@@ -77,6 +77,7 @@ def build_arguments(
         "-chardev", f"socket,id=line,fd={line_fd}",
         "-device", "virtio-serial-pci,max_ports=2,addr=0x5",
         "-device", f"virtserialport,chardev=line,nr=1,name={LINE_NAME}",
+        # Nothing reads the console, but the device states of existing snapshots include the serial port.
         "-chardev", "ringbuf,id=console,size=65536", "-serial", "chardev:console",
         "-chardev", f"socket,id=qmp,fd={qmp_fd},server=on,wait=off", "-mon", "chardev=qmp,mode=control",
         "-sandbox", "on,obsolete=deny,spawn=deny,resourcecontrol=deny"
