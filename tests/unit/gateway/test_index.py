@@ -20,7 +20,9 @@ from sandbox_gateway.records import (
     Snapshot,
     SnapshotKind,
     Volume,
+    VolumeCapture,
     VolumeSnapshot,
+    new_id,
     now,
 )
 
@@ -204,6 +206,16 @@ def test_the_newer_of_two_snapshots_loses_only_the_shared_name() -> None:
     (sentence,) = index.load([], [newer, older])
     assert "'a'" in sentence and newer.id in sentence and older.id in sentence
     assert index.snapshot("a") is older and index.snapshot("b") is newer and newer.names == ["b"]
+
+
+def test_volume_snapshots_in_a_snapshot_are_found() -> None:
+    index = Index()
+    included, other = (VolumeSnapshot(name=name, volume=new_id(), size_mb=64) for name in ("a", "b"))
+    ids = (included.id, new_id())
+    snapshot = Snapshot(volumes=[VolumeCapture(volume=included.volume, snapshot=id) for id in ids])
+    for record in (included, other, snapshot):
+        index.put(record)
+    assert index.volume_snapshots_in(snapshot) == [included]
 
 
 def test_lineage_returns_all_trees_or_one_branch() -> None:

@@ -11,6 +11,7 @@ from sandbox_gateway.engine.captures import Captures
 from sandbox_gateway.engine.collector import Collector
 from sandbox_gateway.engine.context import Context
 from sandbox_gateway.engine.fork_plan import new_sandbox_record, requested_names, should_restore_memory
+from sandbox_gateway.engine.index import oldest_first
 from sandbox_gateway.engine.locking import Locking
 from sandbox_gateway.engine.machine_lifecycle import MachineLifecycle
 from sandbox_gateway.engine.mount_plan import MountPlanner
@@ -86,8 +87,7 @@ class Forks:
             yield []
             return
         async with self._context.locks.hold(f"idempotency key {key}", "the request with this idempotency key"):
-            sandboxes = [each for each in self._index.sandboxes.values() if each.idempotency_key == key]
-            yield [*sorted(sandboxes, key=lambda each: (each.created_at, each.id))]
+            yield [*oldest_first(each for each in self._index.sandboxes.values() if each.idempotency_key == key)]
 
     async def _capture_and_fork(self, ref: str, spec: ForkSpec) -> list[Sandbox | GatewayError]:
         self._mounts.resolve_volumes(spec.mounts or [])

@@ -5,12 +5,22 @@ from __future__ import annotations
 import contextlib
 from collections import Counter
 from collections.abc import Container, Iterable, Iterator
-from typing import Any
+from typing import Any, TypeVar
 
 from sandbox_gateway.errors import NameTaken, NotFound
-from sandbox_gateway.records import Mount, Record, Sandbox, Snapshot, SnapshotKind, Volume, VolumeSnapshot
+from sandbox_gateway.records import (
+    Mount,
+    Record,
+    Sandbox,
+    SandboxState,
+    Snapshot,
+    SnapshotKind,
+    Volume,
+    VolumeSnapshot,
+)
 
 Trees = list[dict[str, Any]]
+_Record = TypeVar("_Record", bound=Record)
 
 
 class Index:
@@ -168,13 +178,15 @@ class Index:
         return snapshot
 
     def snapshots_of(self, volume: Volume) -> list[VolumeSnapshot]:
-        snapshots = [each for each in self.volume_snapshots.values() if each.volume == volume.id]
-        return sorted(snapshots, key=lambda each: (each.created_at, each.id))
+        return oldest_first(each for each in self.volume_snapshots.values() if each.volume == volume.id)
 
     def volume_snapshots_in(self, snapshot: Snapshot) -> list[VolumeSnapshot]:
         """Return the snapshots of volumes that are part of a sandbox's snapshot."""
         ids = (capture.snapshot for capture in snapshot.volumes)
         return [self.volume_snapshots[id] for id in ids if id in self.volume_snapshots]
+
+    def running_sandboxes(self) -> list[Sandbox]:
+        return [each for each in self.sandboxes.values() if each.state is SandboxState.RUNNING]
 
     def mounts_of(self, volume: Volume) -> list[tuple[Sandbox, Mount]]:
         """Return the running and paused sandboxes that mount a volume, with their mounts of it."""
@@ -215,6 +227,11 @@ class Index:
             return False
         nodes[parent_id]["children"].append(nodes[id])
         return True
+
+
+def oldest_first(records: Iterable[_Record]) -> list[_Record]:
+    """Return objects in the order in which they were created."""
+    return sorted(records, key=lambda each: (each.created_at, each.id))
 
 
 def _node(id: str, kind: str, names: list[str], hidden: bool, **more: Any) -> dict[str, Any]:

@@ -128,8 +128,8 @@ class MachineLifecycle:
         self._host.on_exit(self._on_exit)
 
     def _on_exit(self, instance: str) -> None:
-        for sandbox in self._context.index.sandboxes.values():
-            if sandbox.instance == instance and sandbox.state is SandboxState.RUNNING:
+        for sandbox in self._context.index.running_sandboxes():
+            if sandbox.instance == instance:
                 self._context.background.start(self._mark_if_current(sandbox.id, instance))
 
     async def _mark_if_current(self, id: str, instance: str) -> None:

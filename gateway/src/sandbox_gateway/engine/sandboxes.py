@@ -11,6 +11,7 @@ from sandbox_gateway.engine.agents import Agents
 from sandbox_gateway.engine.captures import Captures
 from sandbox_gateway.engine.collector import Collector
 from sandbox_gateway.engine.context import Context
+from sandbox_gateway.engine.index import oldest_first
 from sandbox_gateway.engine.locking import Locking
 from sandbox_gateway.engine.machine_lifecycle import MachineLifecycle
 from sandbox_gateway.engine.mount_plan import MountPlanner
@@ -58,7 +59,7 @@ class Sandboxes:
         return self._index.sandbox(ref)
 
     def list(self) -> Sequence[Sandbox]:
-        return sorted(self._index.sandboxes.values(), key=lambda each: (each.created_at, each.id))
+        return oldest_first(self._index.sandboxes.values())
 
     async def has_diverged(self, ref: str) -> bool:
         """Return whether a sandbox's file system has changed since its head.

@@ -8,7 +8,7 @@ from datetime import timedelta
 from sandbox_gateway.engine.captures import Captures
 from sandbox_gateway.engine.collector import Collector
 from sandbox_gateway.engine.context import Context
-from sandbox_gateway.engine.index import Trees
+from sandbox_gateway.engine.index import Trees, oldest_first
 from sandbox_gateway.engine.locking import Locking
 from sandbox_gateway.engine.names import require_valid_name
 from sandbox_gateway.engine.prewarm import Prewarm
@@ -44,10 +44,9 @@ class Snapshots:
 
     def list(self, kinds: Iterable[SnapshotKind] = (SnapshotKind.SNAPSHOT,)) -> Sequence[Snapshot]:
         allowed_kinds = set(kinds)
-        snapshots = [
+        return oldest_first(
             each for each in self._index.snapshots.values() if each.kind in allowed_kinds and not each.is_hidden
-        ]
-        return sorted(snapshots, key=lambda each: (each.created_at, each.id))
+        )
 
     def lineage(self, root: str | None = None) -> Trees:
         """Return the trees of templates, snapshots and sandboxes: all trees, or only the one below ``root``."""

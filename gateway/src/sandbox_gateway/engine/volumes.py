@@ -7,6 +7,7 @@ from collections.abc import AsyncIterator, Sequence
 
 from sandbox_gateway.engine.collector import Collector
 from sandbox_gateway.engine.context import Context
+from sandbox_gateway.engine.index import oldest_first
 from sandbox_gateway.engine.locking import Locking
 from sandbox_gateway.engine.names import require_valid_name
 from sandbox_gateway.engine.references import References
@@ -37,7 +38,7 @@ class Volumes:
         return self._index.volume(ref)
 
     def list(self) -> Sequence[Volume]:
-        return sorted(self._index.volumes.values(), key=lambda each: (each.created_at, each.id))
+        return oldest_first(self._index.volumes.values())
 
     def mounts_of(self, volume: Volume) -> Sequence[tuple[Sandbox, Mount]]:
         """Return the running and paused sandboxes that mount a volume, with their mounts of it."""
