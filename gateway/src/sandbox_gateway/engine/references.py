@@ -32,7 +32,7 @@ class SnapshotUsers:
 
 
 class References:
-    """Answers who uses a snapshot or volume. All rules for removals, on request or automatic, are built on this."""
+    """Finds the users of snapshots and volumes. All rules for removals, on request or automatic, are built on this."""
 
     def __init__(self, context: Context) -> None:
         self._index = context.index
@@ -75,7 +75,7 @@ class References:
         users = self.users_of(snapshot)
         if users.sandboxes or users.blocking_volumes or users.is_busy:
             return False
-        # A capture of clones is kept as the head of its source, unless somebody has deleted it.
+        # A capture of clones is kept while it is the head of a sandbox, unless it was deleted on request.
         return snapshot.doomed or all(each.head != snapshot.id for each in self._index.sandboxes.values())
 
     def can_collect_volumes(self, snapshot: Snapshot) -> bool:

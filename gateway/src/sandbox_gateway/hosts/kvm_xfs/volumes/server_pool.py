@@ -54,7 +54,7 @@ from sandbox_gateway.tasks import BackgroundTasks
 
 _STOP_TIMEOUT_SECONDS = 10.0
 _SYNC_TIMEOUT_SECONDS = 30.0
-_QUERY_TIMEOUT_SECONDS = 2.0
+_USAGE_TIMEOUT_SECONDS = 2.0
 _REPLACE_INTERVAL_SECONDS = 5.0
 
 log = Logger("volumes")
@@ -248,7 +248,7 @@ class ServerPool:
         if server is not None and not server.has_ended():
             with contextlib.suppress(BackendFailed):
                 return await run_with_timeout(
-                    lambda: file_system.used_bytes(server), _QUERY_TIMEOUT_SECONDS, f"volume {volume} does not answer"
+                    lambda: file_system.used_bytes(server), _USAGE_TIMEOUT_SECONDS, f"volume {volume} does not answer"
                 )
         with image.open("rb") as file:
             return block_counts(file.fileno())[1] * BLOCK_BYTES

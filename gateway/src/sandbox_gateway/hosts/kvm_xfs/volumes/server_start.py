@@ -67,7 +67,7 @@ class ServerStarter:
     async def started(self, volume: str, settings: ServerSettings) -> AsyncIterator[ServerProcess]:
         """Start the server of a volume, which is ready and isolated inside this context.
 
-        If the start or this context fails, the server is killed. No client must be allowed to connect before.
+        The caller must not allow clients to connect before. If the start or this context fails, the server is killed.
         """
         program = _find_program(self._ganesha)
         start = time.monotonic()
