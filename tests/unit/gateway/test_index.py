@@ -21,7 +21,9 @@ from sandbox_gateway.records import (
     Snapshot,
     SnapshotKind,
     Volume,
+    VolumeCapture,
     VolumeSnapshot,
+    new_id,
     now,
 )
 
@@ -207,16 +209,14 @@ def test_the_newer_of_two_snapshots_loses_only_the_shared_name() -> None:
     assert index.snapshot("a") is older and index.snapshot("b") is newer and newer.names == ["b"]
 
 
-def test_sandboxes_that_use_a_snapshot_are_found() -> None:
+def test_volume_snapshots_in_a_snapshot_are_found() -> None:
     index = Index()
-    snapshot = Snapshot(names=["s"])
-    index.put(snapshot)
-    fork = Sandbox(name="forked", forked_from=snapshot.id)
-    rollback = Sandbox(name="rolled-back", base=snapshot.id)
-    paused = Sandbox(name="paused", pause_snapshot=snapshot.id)
-    for sandbox in (fork, rollback, paused, Sandbox(name="stranger")):
-        index.put(sandbox)
-    assert index.sandboxes_using(snapshot) == [fork, rollback, paused]
+    included, other = (VolumeSnapshot(name=name, volume=new_id(), size_mb=64) for name in ("a", "b"))
+    ids = (included.id, new_id())
+    snapshot = Snapshot(volumes=[VolumeCapture(volume=included.volume, snapshot=id) for id in ids])
+    for record in (included, other, snapshot):
+        index.put(record)
+    assert index.volume_snapshots_in(snapshot) == [included]
 
 
 def test_lineage_returns_all_trees_or_one_branch() -> None:

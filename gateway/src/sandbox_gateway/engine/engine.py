@@ -48,37 +48,36 @@ class Engine:
         self.host, self.config, self.secret = host, config, context.secret
         self.index, self.events, self.background = context.index, context.events, context.background
 
-        # Locks, references, and removal of unused objects.
+        # What the primitives need: locks, users of objects, removal of unused objects, agents, room on the host, and
+        # forks that are ready to be claimed.
         locking = Locking(context)
         self.references = references = References(context)
         self.collector = collector = Collector(context, references)
-
-        # Access to the inside of a sandbox: its agent and its volumes.
         self.agents = agents = Agents(context)
-        self.commands = Commands(context, locking, agents)
-        self.volumes = volumes = Volumes(context, locking, references, collector)
-        self.attachments = attachments = Attachments(context, locking, agents, collector)
-        self.mounts = mounts = MountPlanner(context, locking, collector, volumes)
-
         self.room = room = RoomKeeper(context, locking)
+        self.prewarm = prewarm = Prewarm(context, agents, room)
 
         # The two primitives: start a machine from a snapshot, and take a snapshot of a running machine.
-        self.prewarm = prewarm = Prewarm(context, agents, room)
-        machines = MachineLifecycle(context, locking, agents, attachments, prewarm)
-        captures = Captures(context, locking, agents, collector, volumes, room)
+        self.machines = machines = MachineLifecycle(context, locking, agents, prewarm)
+        captures = Captures(context, locking, agents, collector, room)
 
-        # Operations built on these.
-        self.snapshots = snapshots = Snapshots(context, locking, references, collector, captures, prewarm)
-        self.forks = Forks(context, locking, collector, mounts, machines, captures, room)
+        # Operations on volumes, and inside running sandboxes. They do not need the primitives.
+        self.volumes = Volumes(context, locking, references, collector)
+        self.attachments = attachments = Attachments(context, locking, agents, collector)
+        self.commands = Commands(context, locking, agents)
+
+        # Operations that are built on the primitives.
+        self.mounts = mounts = MountPlanner(context, locking, collector)
         replacement = Replacement(context, locking, collector, machines)
+        builder = TemplateBuilder(context, agents, machines, captures, room)
+        self.snapshots = snapshots = Snapshots(context, locking, references, collector, captures, prewarm)
+        self.forks = Forks(context, locking, references, collector, mounts, machines, captures, room)
         self.sandboxes = sandboxes = Sandboxes(
             context, locking, agents, collector, mounts, machines, captures, replacement
         )
-        builder = TemplateBuilder(context, agents, machines, captures, room)
         self.templates = Templates(context, snapshots, builder, prewarm)
 
         # Work that no request triggers.
-        self.machines = machines
         self.loads = Loads(context)
         self._recovery = Recovery(context, collector, attachments, machines, sandboxes)
         self._expiry = Expiry(context, references, collector, snapshots, sandboxes)

@@ -90,7 +90,7 @@ class Expiry:
 
         Returns whether it was removed.
         """
-        if self._references.blockers(snapshot) or not self._backoff.is_due(snapshot.id):
+        if self._references.users_of(snapshot).blockers or not self._backoff.is_due(snapshot.id):
             return False
         try:
             return await self._snapshots.delete(snapshot.id)

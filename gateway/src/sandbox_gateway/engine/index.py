@@ -6,15 +6,26 @@ import contextlib
 import heapq
 from collections import Counter, defaultdict
 from collections.abc import Container, Iterable, Iterator, Mapping
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 from sandbox_gateway.engine.creation_order import CreationOrder, Key
 from sandbox_gateway.errors import Invalid, NameTaken, NotFound
-from sandbox_gateway.records import Mount, Record, Sandbox, Snapshot, SnapshotKind, Volume, VolumeSnapshot, compact
+from sandbox_gateway.records import (
+    Mount,
+    Record,
+    Sandbox,
+    SandboxState,
+    Snapshot,
+    SnapshotKind,
+    Volume,
+    VolumeSnapshot,
+    compact,
+)
 
 Trees = list[dict[str, Any]]
 MAX_TREE_DEPTH = 100
 """Maximum depth of nested trees. Many JSON parsers refuse deeper ones, some from 100 levels of nesting."""
+_Record = TypeVar("_Record", bound=Record)
 
 
 class _Entry(NamedTuple):
@@ -121,7 +132,7 @@ class Index:
             (self.expiring, is_visible_snapshot and snapshot.expires_at is not None),
             (self.retained, is_visible_snapshot and snapshot.retention is not None),
             (self.prewarmed, snapshot.prewarm > 0),
-            (self.collectable, snapshot.doomed or snapshot.kind is SnapshotKind.TRANSIENT),
+            (self.collectable, is_removed_when_unused(snapshot)),
         ):
             if is_member:
                 group.add(snapshot.id)
@@ -179,7 +190,7 @@ class Index:
 
     def snapshots_in(self, group: Iterable[str]) -> list[Snapshot]:
         """Return the snapshots of ``expiring``, ``retained``, ``prewarmed`` or ``collectable``, oldest first."""
-        return sorted((self.snapshots[id] for id in group), key=lambda each: (each.created_at, each.id))
+        return oldest_first(self.snapshots[id] for id in group)
 
     @contextlib.contextmanager
     def reserved(self, names: Iterable[str], *, taken_from: Container[str] = ()) -> Iterator[None]:
@@ -267,8 +278,15 @@ class Index:
         return snapshot
 
     def snapshots_of(self, volume: Volume) -> list[VolumeSnapshot]:
-        snapshots = [each for each in self.volume_snapshots.values() if each.volume == volume.id]
-        return sorted(snapshots, key=lambda each: (each.created_at, each.id))
+        return oldest_first(each for each in self.volume_snapshots.values() if each.volume == volume.id)
+
+    def volume_snapshots_in(self, snapshot: Snapshot) -> list[VolumeSnapshot]:
+        """Return the snapshots of volumes that are part of a sandbox's snapshot."""
+        ids = (capture.snapshot for capture in snapshot.volumes)
+        return [self.volume_snapshots[id] for id in ids if id in self.volume_snapshots]
+
+    def running_sandboxes(self) -> list[Sandbox]:
+        return [each for each in self.sandboxes.values() if each.state is SandboxState.RUNNING]
 
     def mounts_of(self, volume: Volume) -> list[tuple[Sandbox, Mount]]:
         """Return the running and paused sandboxes that mount a volume, with their mounts of it."""
@@ -334,6 +352,16 @@ class Index:
         snapshot_orders = [self._orders[kind].walk() for kind in SnapshotKind]
         ids = [id for _, id in heapq.merge(*snapshot_orders)]
         return {id: self.snapshots[id] for id in ids} | {each.id: each for each in self.walk_sandboxes()}
+
+
+def is_removed_when_unused(snapshot: Snapshot) -> bool:
+    """Return whether a snapshot is removed with its last user: a deleted one, or a capture of clones."""
+    return snapshot.doomed or snapshot.kind is SnapshotKind.TRANSIENT
+
+
+def oldest_first(records: Iterable[_Record]) -> list[_Record]:
+    """Return objects in the order in which they were created."""
+    return sorted(records, key=lambda each: (each.created_at, each.id))
 
 
 _SANDBOXES = "sandboxes"

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from datetime import date, datetime, timedelta
 
+from sandbox_gateway.engine.index import oldest_first
 from sandbox_gateway.records import Snapshot
 
 
@@ -46,7 +47,7 @@ def find_next_change(snapshots: Sequence[Snapshot], at: datetime) -> datetime | 
 
 
 def _find_surplus_of_series(members: list[Snapshot], at: datetime) -> list[Snapshot]:
-    newest_first = sorted(members, key=lambda each: (each.created_at, each.id), reverse=True)
+    newest_first = oldest_first(members)[::-1]
     newest = newest_first[0]
     rule = newest.retention
     assert rule is not None

@@ -18,7 +18,7 @@ from sandbox_gateway.engine.locking import Locking
 from sandbox_gateway.errors import GatewayError, NoSpace
 from sandbox_gateway.hosts.base import Room
 from sandbox_gateway.log import Logger
-from sandbox_gateway.records import Sandbox, SandboxState
+from sandbox_gateway.records import Sandbox
 
 _MIB = 1 << 20
 _MACHINE_MB = 64
@@ -64,7 +64,7 @@ class RoomKeeper:
     async def report(self) -> RoomReport:
         sandboxes, volumes = self._index.sandboxes.values(), self._index.volumes.values()
         disks = [*(each.resources.disk_mb for each in sandboxes), *(each.size_mb for each in volumes)]
-        running = [each.resources.memory_mb for each in sandboxes if each.state is SandboxState.RUNNING]
+        running = [each.resources.memory_mb for each in self._index.running_sandboxes()]
         stalled = sorted(self._stalled & self._index.sandboxes.keys())
         return RoomReport(await self._host.room(), sum(disks) * _MIB, sum(running) * _MIB, stalled)
 
@@ -138,7 +138,7 @@ class RoomKeeper:
 
     def _publish_changes(self, instances: set[str]) -> None:
         """Publish which machines have stalled or continued since the last check."""
-        running = [each for each in self._index.sandboxes.values() if each.state is SandboxState.RUNNING]
+        running = self._index.running_sandboxes()
         stalled = {each.id for each in running if each.instance in instances}
         for id in stalled - self._stalled:
             log.warning("sandbox stalled", sandbox=id, reason="no space left on the disk")

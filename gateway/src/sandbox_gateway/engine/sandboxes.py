@@ -82,7 +82,7 @@ class Sandboxes:
             return True
         if sandbox.state is SandboxState.PAUSED:
             return not sandbox.pause_snapshot or sandbox.pause_snapshot != sandbox.head
-        await self._agents.client(sandbox).call("/sync", {}, seconds=_SYNC_TIMEOUT_SECONDS)
+        await self._agents.client(sandbox).sync(seconds=_SYNC_TIMEOUT_SECONDS)
         return await self._host.has_diverged(sandbox, head)
 
     async def usage(self, ref: str) -> Usage:
@@ -158,7 +158,7 @@ class Sandboxes:
         if memory:
             paused_sandbox = await self._capture_and_pause(sandbox)
         else:
-            await self._agents.client(sandbox).call("/sync", {})
+            await self._agents.client(sandbox).sync()
             paused_sandbox = await self._save_paused(sandbox)
         await self._machines.stop_paused(paused_sandbox)
         self._events.publish("sandbox.paused", sandboxID=sandbox.id)

@@ -255,12 +255,21 @@ class Quarantine:
         return any(self._directory.glob(f"*-{id}-*"))
 
 
+def is_full(error: OSError) -> bool:
+    """Return whether an operation failed because the file system is full or a quota is reached."""
+    return error.errno in (errno.ENOSPC, errno.EDQUOT)
+
+
+def no_space_error() -> NoSpace:
+    return NoSpace("no space left on the state file system: remove snapshots or sandboxes, or grow it")
+
+
 @contextlib.contextmanager
 def explaining_os_errors() -> Iterator[None]:
     """Convert an OSError raised in this context to NoSpace or BackendFailed, with a message for the user."""
     try:
         yield
     except OSError as error:
-        if error.errno in (errno.ENOSPC, errno.EDQUOT):
-            raise NoSpace("no space left on the state file system: remove snapshots or sandboxes, or grow it") from None
+        if is_full(error):
+            raise no_space_error() from None
         raise BackendFailed(f"{error.strerror}: {error.filename}" if error.filename else str(error)) from error

@@ -119,7 +119,7 @@ async def remove(engine: Engine, snapshot: Snapshot, when: str | None) -> Respon
     """Delete a snapshot. 204: deleted. 202: hidden until its last user is removed."""
     if await engine.snapshots.delete(snapshot.id, when_unused=when == "unused"):
         return Response(status_code=204)
-    blockers = [blocker.id for blocker in engine.references.blockers(snapshot)]
+    blockers = [blocker.id for blocker in engine.references.users_of(snapshot).blockers]
     shape = shapes.HiddenShape(snapshot_id=snapshot.id, status="hidden", blockers=blockers)
     return JSONResponse(shape.model_dump(), 202)
 

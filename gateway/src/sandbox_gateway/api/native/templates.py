@@ -134,7 +134,7 @@ def _ready_shape(engine: Engine, template: Snapshot, guest: str) -> shapes.Templ
         template,
         build_id=engine.templates.get_build(template.id).build_id,
         outdated=is_outdated(template, guest),
-        forks=len(engine.references.blocking_sandboxes(template)),
+        forks=len(engine.references.users_of(template).blocking_sandboxes),
         prewarm=engine.prewarm.level(template),
     )
 

@@ -45,18 +45,19 @@ class View:
         )
 
     def snapshot(self, snapshot: Snapshot, *, with_users: bool = False) -> shapes.SnapshotShape:
+        users = self.engine.references.users_of(snapshot)
         extra: dict[str, Any] = {"zfs_snapshot": name} if (name := snapshot.host.get("zfsSnapshot")) else {}
         if with_users:
             extra["users"] = [
                 shapes.SnapshotUserShape(
                     kind="sandbox" if isinstance(user, Sandbox) else "volume", id=user.id, name=user.name
                 )
-                for user in self.engine.references.blockers(snapshot)
+                for user in users.blockers
             ]
         return shapes.snapshot_shape(
             snapshot,
             backend=self.backend,
-            forks=len(self.engine.references.blocking_sandboxes(snapshot)),
+            forks=len(users.blocking_sandboxes),
             prewarm=self.engine.prewarm.level(snapshot),
             mounts=self._mounts(snapshot.mounts),
             volumes=[

@@ -1,6 +1,6 @@
 """Implement the interface of hosts.base with virtual machines on reflinked files.
 
-Each method delegates to another module: `running_machines` and `qemu` run machines, `memory` captures them, `network`
+Each method delegates to another module: `machines` and `qemu` run machines, `memory` captures them, `network`
 provides slots, `image` stores disks, `template` builds disks from recipes, `volumes` serves volumes.
 """
 
@@ -22,6 +22,7 @@ from sandbox_gateway.hosts.directory_records import Quarantine, RecordReader, ex
 from sandbox_gateway.hosts.kvm_xfs.image import instances, reflink
 from sandbox_gateway.hosts.kvm_xfs.image.layout import Layout
 from sandbox_gateway.hosts.kvm_xfs.image.snapshots import Snapshots
+from sandbox_gateway.hosts.kvm_xfs.machines import Machines
 from sandbox_gateway.hosts.kvm_xfs.meminfo import read_memory
 from sandbox_gateway.hosts.kvm_xfs.memory.capture import Capture
 from sandbox_gateway.hosts.kvm_xfs.memory.image_check import ImageCheck
@@ -31,7 +32,6 @@ from sandbox_gateway.hosts.kvm_xfs.network.slots import SlotPool
 from sandbox_gateway.hosts.kvm_xfs.ownership import Ownership
 from sandbox_gateway.hosts.kvm_xfs.qemu import accel
 from sandbox_gateway.hosts.kvm_xfs.qemu.command_line import Platform
-from sandbox_gateway.hosts.kvm_xfs.running_machines import RunningMachines
 from sandbox_gateway.hosts.kvm_xfs.template import guest_files
 from sandbox_gateway.hosts.kvm_xfs.template.build import build_rootfs
 from sandbox_gateway.hosts.kvm_xfs.volumes.kvm_volumes import KvmVolumes
@@ -71,7 +71,7 @@ class KvmXfsHost:
         self._snapshots = Snapshots(self._layout, self._quarantine)
         self._slots = SlotPool(config.network, uid_base=config.kvm_xfs.uid_base)
         self._volumes = KvmVolumes(self._layout, self._quarantine, ServerPool(config.network, self._layout.serving))
-        self._machines = RunningMachines(config, self._layout, self._slots, self._volumes)
+        self._machines = Machines(config, self._layout, self._slots, self._volumes)
         self._tracker = TrackerClient(config.kvm_xfs.page_tracker)
         best_mode = config.kvm_xfs.memory_mode
         self._windows = Windows(self._tracker, MODES_BEST_FIRST[0] if best_mode == "auto" else Memory(best_mode))
@@ -159,7 +159,7 @@ class KvmXfsHost:
         return await self._machines.stalled()
 
     async def continue_stalled(self, sandbox: Sandbox) -> None:
-        machine, _ = self._machines.require_running(sandbox)
+        machine = self._machines.require_running(sandbox).machine
         if await machine.is_stalled():
             await machine.cont()
 
@@ -180,14 +180,14 @@ class KvmXfsHost:
         return guest_files.guest_digest()
 
     async def build_base(self, base: Snapshot, recipe: Recipe, log: Log) -> Snapshot:
-        partial = self._snapshots.partial(base)
-        partial.mkdir(mode=0o700)
+        partial = self._snapshots.partial_files(base)
+        partial.directory.mkdir(mode=0o700)
         try:
             await build_rootfs(
                 recipe,
-                partial / "rootfs.img",
-                partial / "kernel",
-                partial / "initrd",
+                partial.disk,
+                partial.kernel,
+                partial.initrd,
                 cache_root=self._config.cache_root,
                 log=log,
             )
@@ -195,15 +195,15 @@ class KvmXfsHost:
         except BaseException:
             await clean_up(logger, asyncio.to_thread(self._snapshots.undo, base))
             raise
-        self._machines.platform = await self._probe(self._snapshots.path(base) / "kernel")
+        self._machines.platform = await self._probe(self._snapshots.files(base).kernel)
         return base
 
     async def capture(
         self, sandbox: Sandbox, snapshot: Snapshot, *, memory: bool, volumes: Sequence[VolumeSnapshot] = ()
     ) -> Snapshot:
-        machine, _ = self._machines.require_running(sandbox)
+        machine = self._machines.require_running(sandbox).machine
         window = self._windows.get(machine, _boot_image_check(sandbox)) if memory else None
-        capture = Capture(machine, self._layout.instance(sandbox), self._snapshots.partial(snapshot), window)
+        capture = Capture(machine, self._layout.instance(sandbox), self._snapshots.partial_files(snapshot), window)
         with explaining_os_errors():
             async with self._volumes.pending_snapshots(volumes) as pending:
                 try:
@@ -249,7 +249,7 @@ class KvmXfsHost:
     # -- sandboxes --------------------------------------------------------------------------------------------------
 
     async def fork(self, snapshot: Snapshot, sandbox: Sandbox, *, with_memory: bool, hold: bool = False) -> None:
-        source = self._snapshots.path(snapshot)
+        source = self._snapshots.files(snapshot)
         files = self._layout.instance(sandbox)
         if with_memory:
             self._machines.check_platform(snapshot)
@@ -259,7 +259,7 @@ class KvmXfsHost:
                 await finish_despite_cancellation(
                     asyncio.to_thread(instances.create_files, source, files, sandbox, with_memory)
                 )
-                state = source / "device.state" if with_memory else None
+                state = source.device_state if with_memory else None
                 await self._machines.launch(sandbox, files, state, hold=hold)
                 sandbox.host["line"] = with_memory and snapshot.host.get("line", False)
                 if with_memory and "image" in snapshot.host:
@@ -308,22 +308,22 @@ class KvmXfsHost:
             await asyncio.to_thread(directory_records.remove, directory)
 
     async def has_diverged(self, sandbox: Sandbox, head: Snapshot) -> bool:
-        disk, head_disk = self._layout.instance(sandbox).disk, self._snapshots.path(head) / "rootfs.img"
+        disk, head_disk = self._layout.instance(sandbox).disk, self._snapshots.files(head).disk
         with _explaining_removal(sandbox):
             return not await asyncio.to_thread(reflink.has_same_extents, disk, head_disk)
 
     async def usage(self, sandbox: Sandbox) -> Usage:
         with _explaining_removal(sandbox):
             disk = await asyncio.to_thread(reflink.unique_bytes, self._layout.instance(sandbox).disk)
-        entry = self._machines.find(sandbox)
-        memory = await asyncio.to_thread(entry[0].memory_bytes) if entry else 0
+        started = self._machines.find(sandbox)
+        memory = await asyncio.to_thread(started.machine.memory_bytes) if started else 0
         return Usage(disk_bytes=disk, memory_bytes=memory)
 
     async def loads(self, sandboxes: Sequence[Sandbox]) -> dict[str, Load]:
         machines = {
-            sandbox.instance: entry[0]
+            sandbox.instance: started.machine
             for sandbox in sandboxes
-            if (entry := self._machines.find(sandbox)) and not entry[0].has_ended
+            if (started := self._machines.find(sandbox)) and not started.machine.has_ended
         }
         # One thread for all: each takes some microseconds.
         measurements = await asyncio.to_thread(lambda: {key: machine.load() for key, machine in machines.items()})
@@ -334,19 +334,17 @@ class KvmXfsHost:
         return Endpoint(slot.host_address, machine.line if sandbox.host.get("line") else None)
 
     def end_reason(self, sandbox: Sandbox) -> str:
-        entry = self._machines.find(sandbox)
-        if entry is None:
+        started = self._machines.find(sandbox)
+        if started is None:
             return "its machine is not running"
-        machine, _ = entry
-        return f"its machine ended{machine.log_tail()}" if machine.has_ended else ""
+        return f"its machine ended{started.machine.log_tail()}" if started.machine.has_ended else ""
 
     async def console(self, sandbox: Sandbox) -> str:
-        entry = self._machines.find(sandbox)
-        return await entry[0].console() if entry else ""
+        started = self._machines.find(sandbox)
+        return await started.machine.console() if started else ""
 
     async def apply_network(self, sandbox: Sandbox, policy: NetworkPolicy) -> None:
-        _, slot = self._machines.require_running(sandbox)
-        await self._slots.apply(slot, policy)
+        await self._slots.apply(self._machines.require_running(sandbox).slot, policy)
 
     # -- volumes ----------------------------------------------------------------------------------------------------
 

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from sandbox_gateway.errors import BackendFailed, NoSpace, Unsupported
+from sandbox_gateway.hosts import directory_records
 
 _FICLONE = 0x40049409
 _FS_IOC_FIEMAP = 0xC020660B
@@ -131,8 +132,8 @@ def require_reflinks(directory: Path) -> None:
 
 
 def _translate_error(error: OSError) -> NoSpace | Unsupported | BackendFailed:
-    if error.errno in (errno.ENOSPC, errno.EDQUOT):
-        return NoSpace("no space left on the state file system: remove snapshots or sandboxes, or grow it")
+    if directory_records.is_full(error):
+        return directory_records.no_space_error()
     if error.errno in (errno.EOPNOTSUPP, errno.EINVAL, errno.EXDEV, errno.ENOTTY):
         return Unsupported(
             f"this file system cannot share blocks between files ({error.strerror}): put the state root on an "

@@ -1,10 +1,8 @@
 """Keep track of which pages a machine may have written since an earlier image of its memory.
 
 A capture writes only pages that may differ from a base: an image of the machine's memory at an earlier time. The
-base is the image of the machine's latest capture, or else the image that the machine was started from. Both are in the
-directory of the machine (`layout.Instance`).
-
-None of these files needs to survive a crash of the host, because the machine does not survive it either.
+base is the image of the machine's latest capture, or else the image that the machine was started from. `Instance` lists
+these files. None of them needs to survive a crash of the host, because the machine does not survive it either.
 """
 
 from __future__ import annotations
@@ -133,7 +131,7 @@ class Window:
     def complete(self, image: Path) -> ImageCheck:
         """Finish a capture whose memory is in ``image``. Return the check data of the image."""
         check = image_check.describe(image)
-        new_link = self._last.with_name("memory.last.fresh")
+        new_link = self._last.with_name(f"{self._last.name}.fresh")
         new_link.unlink(missing_ok=True)
         new_link.hardlink_to(image)
         self._last_check.unlink(missing_ok=True)

@@ -23,10 +23,10 @@ from sandbox_gateway.hosts import directory_records
 from sandbox_gateway.hosts.base import Scan
 from sandbox_gateway.hosts.directory_records import MANIFEST, PARTIAL, Quarantine, RecordReader
 from sandbox_gateway.hosts.kvm_xfs.image import reflink
-from sandbox_gateway.hosts.kvm_xfs.image.layout import VOLUME_SNAPSHOTS, Layout
+from sandbox_gateway.hosts.kvm_xfs.image.layout import VOLUME_IMAGE, VOLUME_SNAPSHOTS, Layout
 from sandbox_gateway.hosts.kvm_xfs.network.addresses import VOLUME_PORTS
 from sandbox_gateway.hosts.kvm_xfs.volumes.file_system import format_image
-from sandbox_gateway.hosts.kvm_xfs.volumes.pending_snapshots import IMAGE, PendingSnapshot
+from sandbox_gateway.hosts.kvm_xfs.volumes.pending_snapshots import PendingSnapshot
 from sandbox_gateway.hosts.kvm_xfs.volumes.ports import Ports
 from sandbox_gateway.records import Volume, VolumeSnapshot
 
@@ -44,7 +44,7 @@ class VolumeStore:
         """Volumes whose growth was interrupted: ``scan`` found their images to be longer than recorded."""
 
     def image(self, volume: str) -> Path:
-        return self._root / volume / IMAGE
+        return self._root / volume / VOLUME_IMAGE
 
     def require_image(self, volume: str) -> Path:
         """Return the path of a volume's image. Raises Conflict if the image was damaged and only snapshots remain."""
@@ -62,9 +62,9 @@ class VolumeStore:
         with _partial_directory(final) as partial:
             (partial / VOLUME_SNAPSHOTS).mkdir(mode=0o700)
             if source is None:
-                await _format(partial / IMAGE, volume)
+                await _format(partial / VOLUME_IMAGE, volume)
             else:
-                await asyncio.to_thread(reflink.clone, self._snapshot(source) / IMAGE, partial / IMAGE)
+                await asyncio.to_thread(reflink.clone, self._snapshot(source) / VOLUME_IMAGE, partial / VOLUME_IMAGE)
             await asyncio.to_thread(_finish_volume, partial, final, volume)
 
     def grow(self, volume: str, size_mb: int) -> None:
@@ -93,7 +93,7 @@ class VolumeStore:
         new = self._root / volume.id / _NEW_IMAGE
         new.unlink(missing_ok=True)
         try:
-            reflink.clone(self._snapshot(snapshot) / IMAGE, new)
+            reflink.clone(self._snapshot(snapshot) / VOLUME_IMAGE, new)
             _extend(new, volume.size_mb)
             directory_records.sync_file(new)
         except BaseException:
@@ -104,16 +104,16 @@ class VolumeStore:
         """Replace the image with the staged copy. Keeps the old image until ``remove_staged``."""
         directory = self._root / volume
         (directory / _OLD_IMAGE).unlink(missing_ok=True)
-        if (directory / IMAGE).exists():
-            (directory / _OLD_IMAGE).hardlink_to(directory / IMAGE)
-        (directory / _NEW_IMAGE).rename(directory / IMAGE)
+        if (directory / VOLUME_IMAGE).exists():
+            (directory / _OLD_IMAGE).hardlink_to(directory / VOLUME_IMAGE)
+        (directory / _NEW_IMAGE).rename(directory / VOLUME_IMAGE)
         directory_records.sync_directory(directory)
 
     def swap_back(self, volume: str) -> None:
         """Undo ``swap``: restore the old image. Does nothing if the image was not swapped."""
         directory = self._root / volume
         if (directory / _OLD_IMAGE).exists():
-            (directory / _OLD_IMAGE).replace(directory / IMAGE)
+            (directory / _OLD_IMAGE).replace(directory / VOLUME_IMAGE)
             directory_records.sync_directory(directory)
 
     def remove_staged(self, volume: str) -> None:
@@ -169,7 +169,7 @@ class VolumeStore:
         self, directory: Path, snapshots: list[VolumeSnapshot], repaired: list[str], reader: RecordReader
     ) -> Volume:
         """Return the repaired record of a volume. Raises ValueError if neither an image nor a snapshot is left."""
-        length_mb = _length_mb(directory / IMAGE)
+        length_mb = _length_mb(directory / VOLUME_IMAGE)
         try:
             volume = reader.read(directory, Volume)
             if volume.id != directory.name:
@@ -178,8 +178,8 @@ class VolumeStore:
             volume = self._recreate_record(directory, length_mb, snapshots, str(error), repaired)
         if length_mb < volume.size_mb:
             if not snapshots:
-                raise ValueError(f"{IMAGE} is missing or too short")
-            suffix = self._move_to_quarantine(directory / IMAGE)
+                raise ValueError(f"{VOLUME_IMAGE} is missing or too short")
+            suffix = self._move_to_quarantine(directory / VOLUME_IMAGE)
             repaired.append(
                 f"the image of volume {volume.id} is missing or too short{suffix}: roll it back to one of "
                 "its snapshots, which are intact"
@@ -255,8 +255,8 @@ def _partial_directory(final: Path) -> Iterator[Path]:
 
 
 def _finish_volume(partial: Path, final: Path, volume: Volume) -> None:
-    _extend(partial / IMAGE, volume.size_mb)
-    directory_records.sync_file(partial / IMAGE)
+    _extend(partial / VOLUME_IMAGE, volume.size_mb)
+    directory_records.sync_file(partial / VOLUME_IMAGE)
     directory_records.write_record(partial, volume)
     directory_records.commit(final)
 
@@ -279,6 +279,6 @@ def _read_snapshot(directory: Path, volume: str, reader: RecordReader) -> Volume
     snapshot = reader.read(directory, VolumeSnapshot)
     if (snapshot.id, snapshot.volume) != (directory.name, volume):
         raise ValueError(f"its manifest belongs to {snapshot.id} of volume {snapshot.volume}")
-    if _length_mb(directory / IMAGE) < snapshot.size_mb:
-        raise ValueError(f"{IMAGE} is missing or too short")
+    if _length_mb(directory / VOLUME_IMAGE) < snapshot.size_mb:
+        raise ValueError(f"{VOLUME_IMAGE} is missing or too short")
     return snapshot
