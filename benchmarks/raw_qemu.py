@@ -267,7 +267,7 @@ class RawQemu:
         for machine in self._machines[:count]:
             machine.end()
             machine.files.disk.unlink()
-            reflink.clone(self._source / "rootfs.img", machine.files.disk)
+            reflink.clone(self._source.disk, machine.files.disk)
         return self._machines[:count]
 
     def start_concurrently(self, count: int, concurrency: int) -> float:
@@ -284,9 +284,10 @@ class RawQemu:
         files = Instance(self._directory / str(number))
         files.directory.mkdir(mode=0o711)
         files.run.mkdir(mode=0o700)
-        reflink.clone(self._source / "rootfs.img", files.disk)
-        for target, name in ((files.kernel, "kernel"), (files.initrd, "initrd"), (files.memory, "memory.img")):
-            target.hardlink_to(self._source / name)
+        reflink.clone(self._source.disk, files.disk)
+        files.kernel.hardlink_to(self._source.kernel)
+        files.initrd.hardlink_to(self._source.initrd)
+        files.memory.hardlink_to(self._source.memory)
         kvm_xfs = self._live.config.kvm_xfs
         spec = MachineSpec(
             label=f"{self._prefix}-{slot.number}-raw",
@@ -300,7 +301,7 @@ class RawQemu:
             uid=self._uid_base + slot.number if self._uid_base else 0,
             generation=str(uuid.uuid4()),
         )
-        return RawMachine(files, spec, slot, self._source / "device.state")
+        return RawMachine(files, spec, slot, self._source.device_state)
 
 
 class _Monitor:

@@ -179,14 +179,14 @@ class KvmXfsHost:
         return guest_files.guest_digest()
 
     async def build_base(self, base: Snapshot, recipe: Recipe, log: Log) -> Snapshot:
-        partial = self._snapshots.partial(base)
-        partial.mkdir(mode=0o700)
+        partial = self._snapshots.partial_files(base)
+        partial.directory.mkdir(mode=0o700)
         try:
             await build_rootfs(
                 recipe,
-                partial / "rootfs.img",
-                partial / "kernel",
-                partial / "initrd",
+                partial.disk,
+                partial.kernel,
+                partial.initrd,
                 cache_root=self._config.cache_root,
                 log=log,
             )
@@ -194,7 +194,7 @@ class KvmXfsHost:
         except BaseException:
             await clean_up(logger, asyncio.to_thread(self._snapshots.undo, base))
             raise
-        self._machines.platform = await self._probe(self._snapshots.path(base) / "kernel")
+        self._machines.platform = await self._probe(self._snapshots.files(base).kernel)
         return base
 
     async def capture(
@@ -202,7 +202,7 @@ class KvmXfsHost:
     ) -> Snapshot:
         machine, _ = self._machines.require_running(sandbox)
         window = self._windows.get(machine, _boot_image_check(sandbox)) if memory else None
-        capture = Capture(machine, self._layout.instance(sandbox), self._snapshots.partial(snapshot), window)
+        capture = Capture(machine, self._layout.instance(sandbox), self._snapshots.partial_files(snapshot), window)
         with explaining_os_errors():
             async with self._volumes.pending_snapshots(volumes) as pending:
                 try:
@@ -248,7 +248,7 @@ class KvmXfsHost:
     # -- sandboxes --------------------------------------------------------------------------------------------------
 
     async def fork(self, snapshot: Snapshot, sandbox: Sandbox, *, with_memory: bool, hold: bool = False) -> None:
-        source = self._snapshots.path(snapshot)
+        source = self._snapshots.files(snapshot)
         files = self._layout.instance(sandbox)
         if with_memory:
             self._machines.check_platform(snapshot)
@@ -258,7 +258,7 @@ class KvmXfsHost:
                 await finish_despite_cancellation(
                     asyncio.to_thread(instances.create_files, source, files, sandbox, with_memory)
                 )
-                state = source / "device.state" if with_memory else None
+                state = source.device_state if with_memory else None
                 await self._machines.launch(sandbox, files, state, hold=hold)
                 sandbox.host["line"] = with_memory and snapshot.host.get("line", False)
                 if with_memory and "image" in snapshot.host:
@@ -307,7 +307,7 @@ class KvmXfsHost:
             await asyncio.to_thread(directory_records.remove, directory)
 
     async def has_diverged(self, sandbox: Sandbox, head: Snapshot) -> bool:
-        disk, head_disk = self._layout.instance(sandbox).disk, self._snapshots.path(head) / "rootfs.img"
+        disk, head_disk = self._layout.instance(sandbox).disk, self._snapshots.files(head).disk
         with _explaining_removal(sandbox):
             return not await asyncio.to_thread(reflink.has_same_extents, disk, head_disk)
 

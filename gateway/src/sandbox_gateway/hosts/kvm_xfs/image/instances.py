@@ -8,24 +8,24 @@ from pathlib import Path
 
 from sandbox_gateway.hosts import directory_records
 from sandbox_gateway.hosts.kvm_xfs.image import reflink
-from sandbox_gateway.hosts.kvm_xfs.image.layout import Instance
+from sandbox_gateway.hosts.kvm_xfs.image.layout import Instance, SnapshotFiles
 from sandbox_gateway.records import Sandbox
 
 
-def create_files(source: Path, files: Instance, sandbox: Sandbox, with_memory: bool) -> None:
-    """Create a machine's files from the snapshot in ``source``.
+def create_files(source: SnapshotFiles, files: Instance, sandbox: Sandbox, with_memory: bool) -> None:
+    """Create a machine's files from those of a snapshot.
 
     The base image of the memory is a hard link, so it outlives the snapshot.
     """
     files.directory.parent.mkdir(mode=0o711, exist_ok=True)
     files.directory.mkdir(mode=0o711)
     files.run.mkdir(mode=0o700)
-    reflink.clone(source / "rootfs.img", files.disk)
+    reflink.clone(source.disk, files.disk)
     _grow(files.disk, sandbox.resources.disk_mb << 20)
-    files.kernel.hardlink_to(source / "kernel")
-    files.initrd.hardlink_to(source / "initrd")
+    files.kernel.hardlink_to(source.kernel)
+    files.initrd.hardlink_to(source.initrd)
     if with_memory:
-        files.memory.hardlink_to(source / "memory.img")
+        files.memory.hardlink_to(source.memory)
     else:
         create_memory_file(files, sandbox.resources.memory_mb)
 

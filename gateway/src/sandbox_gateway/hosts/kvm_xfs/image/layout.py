@@ -2,7 +2,7 @@
 
     templates/<id>/   snapshots/<id>/      rootfs.img [memory.img device.state] kernel initrd manifest.json
     sandboxes/<id>/                        manifest.json and one directory per machine:
-        <instance>/                        rootfs.img memory.base kernel initrd run/
+        <instance>/                        rootfs.img memory.base [memory.last …] kernel initrd run/
     volumes/<id>/                          volume.img manifest.json and one directory per snapshot of it:
         snapshots/<id>/                    volume.img manifest.json
     serving/                               files of running volume servers; unused after a reboot
@@ -56,9 +56,9 @@ class Layout:
                 if stat.S_ISREG(mode) and mode & 0o077:
                     path.chmod(0o600)
 
-    def snapshot(self, snapshot: Snapshot) -> Path:
+    def snapshot(self, snapshot: Snapshot) -> SnapshotFiles:
         is_template = snapshot.kind in (SnapshotKind.BASE, SnapshotKind.TEMPLATE)
-        return (self.templates if is_template else self.snapshots) / snapshot.id
+        return SnapshotFiles((self.templates if is_template else self.snapshots) / snapshot.id)
 
     def sandbox(self, sandbox: Sandbox) -> Path:
         return self.sandboxes / sandbox.id
@@ -76,14 +76,38 @@ class Layout:
                 yield from directories(volume / VOLUME_SNAPSHOTS)
 
 
+_DISK, _KERNEL, _INITRD = "rootfs.img", "kernel", "initrd"
+
+
+class SnapshotFiles:
+    """The paths of the files of one snapshot or template. ``memory`` and ``device_state`` only exist with memory."""
+
+    def __init__(self, directory: Path) -> None:
+        self.directory = directory
+        self.disk = directory / _DISK
+        self.memory = directory / "memory.img"
+        self.device_state = directory / "device.state"
+        self.kernel = directory / _KERNEL
+        self.initrd = directory / _INITRD
+        self.unsynced = directory / "unsynced"
+        """Exists while data may not be on the device yet. Contains the id of the host's boot."""
+
+
 class Instance:
     """The paths of one machine's files."""
 
     def __init__(self, directory: Path) -> None:
         self.directory = directory
-        self.disk = directory / "rootfs.img"
+        self.disk = directory / _DISK
         self.memory = directory / "memory.base"
-        self.kernel = directory / "kernel"
-        self.initrd = directory / "initrd"
+        """The image that the machine was started from."""
+        self.last_memory = directory / "memory.last"
+        """The image of its latest capture, as a hard link, so that it outlives the snapshot."""
+        self.last_memory_check = directory / "memory.last.json"
+        """The `ImageCheck` of ``last_memory``."""
+        self.taken_marker = directory / "memory.taken"
+        """Exists while some pages whose marks were taken are not in an image yet."""
+        self.kernel = directory / _KERNEL
+        self.initrd = directory / _INITRD
         self.run = directory / "run"
         self.qmp = self.run / "qmp.sock"

@@ -8,11 +8,9 @@ from pathlib import Path
 from sandbox_gateway.hosts import directory_records
 from sandbox_gateway.hosts.directory_records import Quarantine
 from sandbox_gateway.hosts.kvm_xfs.image import reflink
-from sandbox_gateway.hosts.kvm_xfs.image.layout import Layout
+from sandbox_gateway.hosts.kvm_xfs.image.layout import Layout, SnapshotFiles
 from sandbox_gateway.records import Memory, Snapshot, SnapshotKind
 
-_UNSYNCED_MARKER = "unsynced"
-"""A file in a snapshot whose data may not be on the device yet. Contains the id of the host's boot."""
 _BOOT_ID_FILE = Path("/proc/sys/kernel/random/boot_id")
 
 
@@ -28,96 +26,102 @@ class Snapshots:
         intact_snapshots = []
         for parent in (self._layout.templates, self._layout.snapshots):
             for directory in directory_records.directories(parent):
-                if _is_lost(directory):
+                files = SnapshotFiles(directory)
+                if _is_lost(files):
                     directory_records.remove(directory)
                     repaired.append(f"removed {directory.name}, the source of clones, which was not yet on the device")
                     continue
                 with self._quarantine.quarantine_if_damaged(directory, repaired):
                     intact_snapshots.append(
-                        _require_complete(directory, directory_records.read_record(directory, Snapshot))
+                        _require_complete(files, directory_records.read_record(directory, Snapshot))
                     )
         return intact_snapshots
 
-    def path(self, snapshot: Snapshot) -> Path:
+    def files(self, snapshot: Snapshot) -> SnapshotFiles:
         return self._layout.snapshot(snapshot)
 
-    def partial(self, snapshot: Snapshot) -> Path:
-        """Return the directory in which the snapshot is created."""
-        return directory_records.partial_of(self.path(snapshot))
+    def partial_files(self, snapshot: Snapshot) -> SnapshotFiles:
+        """Return the files in the directory in which the snapshot is created."""
+        return SnapshotFiles(directory_records.partial_of(self._directory(snapshot)))
+
+    def _directory(self, snapshot: Snapshot) -> Path:
+        return self.files(snapshot).directory
 
     def commit(self, snapshot: Snapshot) -> None:
         """Sync the images of a snapshot, set its ``disk_bytes_unique``, and commit it with its record.
 
         A transient snapshot is not synced, because forks are waiting for it. Call ``sync`` later.
         """
-        partial = self.partial(snapshot)
+        partial = self.partial_files(snapshot)
         is_durable = snapshot.kind is not SnapshotKind.TRANSIENT
         if is_durable:
-            directory_records.sync_files(_images_in(partial))
+            directory_records.sync_files(_existing_images(partial))
         else:
-            (partial / _UNSYNCED_MARKER).write_text(_BOOT_ID_FILE.read_text())
-        snapshot.disk_bytes_unique = reflink.unique_bytes(partial / "rootfs.img")
-        directory_records.write_record(partial, snapshot, durable=is_durable)
-        directory_records.commit(self.path(snapshot), durable=is_durable)
+            partial.unsynced.write_text(_BOOT_ID_FILE.read_text())
+        snapshot.disk_bytes_unique = reflink.unique_bytes(partial.disk)
+        directory_records.write_record(partial.directory, snapshot, durable=is_durable)
+        directory_records.commit(self._directory(snapshot), durable=is_durable)
 
     def sync(self, snapshot: Snapshot) -> None:
         """Make a committed snapshot durable. Does nothing if the snapshot has been removed."""
         with contextlib.suppress(FileNotFoundError):
-            _sync(self.path(snapshot))
+            _sync(self.files(snapshot))
 
     def save(self, snapshot: Snapshot) -> None:
         """Replace a committed snapshot's record."""
-        directory_records.write_record(self.path(snapshot), snapshot)
+        directory_records.write_record(self._directory(snapshot), snapshot)
 
     def undo(self, snapshot: Snapshot) -> None:
         """Remove all files of a snapshot, whether it is committed or not."""
-        directory_records.undo(self.path(snapshot))
+        directory_records.undo(self._directory(snapshot))
 
     def remove(self, snapshot: Snapshot) -> None:
-        directory_records.remove(self.path(snapshot))
+        directory_records.remove(self._directory(snapshot))
 
     def files_of(self, snapshot: Snapshot) -> dict[str, str]:
         """Return the paths of a snapshot's directory and memory files, for display."""
-        directory = self.path(snapshot)
-        files = {} if snapshot.memory is Memory.NONE else {"memory": "memory.img", "vmstate": "device.state"}
-        return {"dir": str(directory), **{part: str(directory / name) for part, name in files.items()}}
+        files = self.files(snapshot)
+        paths = {"dir": str(files.directory)}
+        if snapshot.memory is not Memory.NONE:
+            paths |= {"memory": str(files.memory), "vmstate": str(files.device_state)}
+        return paths
 
 
-def _images_in(directory: Path) -> list[Path]:
-    return [path for name in ("rootfs.img", "memory.img", "device.state") if (path := directory / name).exists()]
+def _existing_images(files: SnapshotFiles) -> list[Path]:
+    return [path for path in (files.disk, files.memory, files.device_state) if path.exists()]
 
 
-def _sync(directory: Path) -> None:
-    directory_records.sync_files([*_images_in(directory), directory / directory_records.MANIFEST])
+def _sync(files: SnapshotFiles) -> None:
+    directory = files.directory
+    directory_records.sync_files([*_existing_images(files), directory / directory_records.MANIFEST])
     directory_records.sync_directory(directory)
     directory_records.sync_directory(directory.parent)
-    (directory / _UNSYNCED_MARKER).unlink()
+    files.unsynced.unlink()
 
 
-def _is_lost(directory: Path) -> bool:
+def _is_lost(files: SnapshotFiles) -> bool:
     """Return whether a snapshot was lost because the host stopped before it was synced.
 
     Syncs the snapshot if only the gateway has ended since.
     """
     try:
-        boot_id = (directory / _UNSYNCED_MARKER).read_text()
+        boot_id = files.unsynced.read_text()
     except FileNotFoundError:
         return False
     if boot_id != _BOOT_ID_FILE.read_text():
         return True
-    _sync(directory)
+    _sync(files)
     return False
 
 
-def _require_complete(directory: Path, snapshot: Snapshot) -> Snapshot:
+def _require_complete(files: SnapshotFiles, snapshot: Snapshot) -> Snapshot:
     """Return ``snapshot`` if its files exist and are long enough. Raises ValueError with the reason if not."""
-    if snapshot.id != directory.name:
+    if snapshot.id != files.directory.name:
         raise ValueError(f"its manifest belongs to {snapshot.id}")
-    min_sizes = {"rootfs.img": 1, "kernel": 1, "initrd": 1}
+    min_sizes = {files.disk: 1, files.kernel: 1, files.initrd: 1}
     if snapshot.memory is not Memory.NONE:
-        min_sizes |= {"memory.img": snapshot.resources.memory_mb << 20, "device.state": 1}
-    for name, size in min_sizes.items():
-        path = directory / name
+        min_sizes |= {files.memory: snapshot.resources.memory_mb << 20, files.device_state: 1}
+    for path, size in min_sizes.items():
         if not path.exists() or path.stat().st_size < size:
-            raise ValueError(f"{name} is missing or too short")
+            raise ValueError(f"{path.name} is missing or too short")
     return snapshot

@@ -1,15 +1,8 @@
 """Keep track of which pages a machine may have written since an earlier image of its memory.
 
 A capture writes only pages that may differ from a base: an image of the machine's memory at an earlier time. The
-base is the image of the machine's latest capture, or else the image that the machine was started from. The directory of
-a machine contains
-
-    memory.base         the image that the machine was started from
-    memory.last         the image of its latest capture, as a hard link, so that it outlives the snapshot
-    memory.last.json    the `ImageCheck` of memory.last
-    memory.taken        exists while some pages whose marks were taken are not in an image yet
-
-None of these files needs to survive a crash of the host, because the machine does not survive it either.
+base is the image of the machine's latest capture, or else the image that the machine was started from. `Instance` lists
+these files. None of them needs to survive a crash of the host, because the machine does not survive it either.
 """
 
 from __future__ import annotations
@@ -58,9 +51,9 @@ class Window:
 
     def __init__(self, files: Instance, tracker: TrackerClient, best: Memory, boot_check: ImageCheck | None) -> None:
         self._boot = files.memory
-        self._last = files.directory / "memory.last"
-        self._last_check = files.directory / "memory.last.json"
-        self._taken_marker = files.directory / "memory.taken"
+        self._last = files.last_memory
+        self._last_check = files.last_memory_check
+        self._taken_marker = files.taken_marker
         self._tracker = tracker
         self._best = best
         self._boot_check = boot_check
@@ -138,7 +131,7 @@ class Window:
     def complete(self, image: Path) -> ImageCheck:
         """Finish a capture whose memory is in ``image``. Return the check data of the image."""
         check = image_check.describe(image)
-        new_link = self._last.with_name("memory.last.fresh")
+        new_link = self._last.with_name(f"{self._last.name}.fresh")
         new_link.unlink(missing_ok=True)
         new_link.hardlink_to(image)
         self._last_check.unlink(missing_ok=True)
