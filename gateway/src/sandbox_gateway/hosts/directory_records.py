@@ -198,17 +198,24 @@ class Quarantine:
         """Return the paths of the quarantined objects that came from ``parent``."""
         return [str(path) for path in sorted(self._directory.glob(f"{parent.name}-*"))]
 
+    def subdirectories(self) -> list[Path]:
+        """Return the directories in the quarantined objects."""
+        return [path for path in self._directory.glob("*/*") if path.is_dir()]
+
     def contains(self, id: str) -> bool:
         """Return whether the object ``id`` is in quarantine."""
         return any(self._directory.glob(f"*-{id}-*"))
 
 
 @contextlib.contextmanager
-def explaining_os_errors() -> Iterator[None]:
-    """Convert an OSError raised in this context to NoSpace or BackendFailed, with a message for the user."""
+def explaining_os_errors(where: str = "the state file system") -> Iterator[None]:
+    """Convert an OSError raised in this context to NoSpace or BackendFailed, with a message for the user.
+
+    ``where``: what has no space left if the disk is full.
+    """
     try:
         yield
     except OSError as error:
         if error.errno in (errno.ENOSPC, errno.EDQUOT):
-            raise NoSpace("no space left on the state file system: remove snapshots or sandboxes, or grow it") from None
+            raise NoSpace(f"no space left on {where}: remove snapshots or sandboxes, or grow it") from None
         raise BackendFailed(f"{error.strerror}: {error.filename}" if error.filename else str(error)) from error

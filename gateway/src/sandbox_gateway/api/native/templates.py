@@ -131,6 +131,7 @@ def _ready_shape(engine: Engine, template: Snapshot, guest: str) -> shapes.Templ
         outdated=is_outdated(template, guest),
         forks=len(engine.references.blocking_sandboxes(template)),
         prewarm=engine.prewarm.level(template),
+        memory_problem=engine.host.memory_problem(template),
     )
 
 

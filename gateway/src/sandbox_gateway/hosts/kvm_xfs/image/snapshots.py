@@ -8,10 +8,14 @@ from pathlib import Path
 from sandbox_gateway.hosts import directory_records
 from sandbox_gateway.hosts.directory_records import Quarantine
 from sandbox_gateway.hosts.kvm_xfs.image import reflink
-from sandbox_gateway.hosts.kvm_xfs.image.layout import Layout, SnapshotFiles
+from sandbox_gateway.hosts.kvm_xfs.image.layout import Layout, MemoryDirectory, SnapshotFiles
+from sandbox_gateway.hosts.kvm_xfs.image.memory_roots import sync_image_directory
+from sandbox_gateway.log import Logger
 from sandbox_gateway.records import Memory, Snapshot, SnapshotKind
 
 _BOOT_ID_FILE = Path("/proc/sys/kernel/random/boot_id")
+
+log = Logger("kvm_xfs")
 
 
 class Snapshots:
@@ -32,9 +36,11 @@ class Snapshots:
                     repaired.append(f"removed {directory.name}, the source of clones, which was not yet on the device")
                     continue
                 with self._quarantine.quarantine_if_damaged(directory, repaired):
-                    intact_snapshots.append(
-                        _require_complete(files, directory_records.read_record(directory, Snapshot))
-                    )
+                    snapshot = directory_records.read_record(directory, Snapshot)
+                    files = SnapshotFiles(directory, MemoryDirectory.of_snapshot(snapshot))
+                    intact_snapshots.append(_require_complete(files, snapshot))
+                    if files.unsynced.exists():
+                        _sync(files)  # Only the gateway has ended since the snapshot was taken.
         return intact_snapshots
 
     def files(self, snapshot: Snapshot) -> SnapshotFiles:
@@ -42,7 +48,8 @@ class Snapshots:
 
     def partial_files(self, snapshot: Snapshot) -> SnapshotFiles:
         """Return the files in the directory in which the snapshot is created."""
-        return SnapshotFiles(directory_records.partial_of(self._directory(snapshot)))
+        files = self.files(snapshot)
+        return SnapshotFiles(directory_records.partial_of(files.directory), files.memory_directory)
 
     def _directory(self, snapshot: Snapshot) -> Path:
         return self.files(snapshot).directory
@@ -56,6 +63,7 @@ class Snapshots:
         is_durable = snapshot.kind is not SnapshotKind.TRANSIENT
         if is_durable:
             directory_records.sync_files(_existing_images(partial))
+            sync_image_directory(partial)
         else:
             partial.unsynced.write_text(_BOOT_ID_FILE.read_text())
         snapshot.disk_bytes_unique = reflink.unique_bytes(partial.disk)
@@ -74,9 +82,17 @@ class Snapshots:
     def undo(self, snapshot: Snapshot) -> None:
         """Remove all files of a snapshot, whether it is committed or not."""
         directory_records.undo(self._directory(snapshot))
+        _remove_external_image(self.files(snapshot))
 
     def remove(self, snapshot: Snapshot) -> None:
-        directory_records.remove(self._directory(snapshot))
+        """Remove a snapshot. An image in a memory root that is not mounted remains until a scan finds it mounted."""
+        files = self.files(snapshot)
+        if files.memory_directory is None:
+            directory_records.remove(files.directory)
+        else:
+            # After a crash of the host, a snapshot must not exist without its image, which is on another file system.
+            directory_records.remove_durably(files.directory)
+            _remove_external_image(files)
 
     def files_of(self, snapshot: Snapshot) -> dict[str, str]:
         """Return the paths of a snapshot's directory and memory files, for display."""
@@ -94,24 +110,28 @@ def _existing_images(files: SnapshotFiles) -> list[Path]:
 def _sync(files: SnapshotFiles) -> None:
     directory = files.directory
     directory_records.sync_files([*_existing_images(files), directory / directory_records.MANIFEST])
+    sync_image_directory(files)
     directory_records.sync_directory(directory)
     directory_records.sync_directory(directory.parent)
     files.unsynced.unlink()
 
 
 def _is_lost(files: SnapshotFiles) -> bool:
-    """Return whether a snapshot was lost because the host stopped before it was synced.
-
-    Syncs the snapshot if only the gateway has ended since.
-    """
+    """Return whether a snapshot was lost because the host stopped before it was synced."""
     try:
-        boot_id = files.unsynced.read_text()
+        return files.unsynced.read_text() != _BOOT_ID_FILE.read_text()
     except FileNotFoundError:
         return False
-    if boot_id != _BOOT_ID_FILE.read_text():
-        return True
-    _sync(files)
-    return False
+
+
+def _remove_external_image(files: SnapshotFiles) -> None:
+    """Remove a snapshot's memory image if it is in a memory root."""
+    if files.memory_directory is None:
+        return
+    try:
+        files.memory.unlink(missing_ok=True)
+    except OSError as error:
+        log.warning("memory image not removed", path=str(files.memory), reason=error.strerror)
 
 
 def _require_complete(files: SnapshotFiles, snapshot: Snapshot) -> Snapshot:
@@ -120,7 +140,9 @@ def _require_complete(files: SnapshotFiles, snapshot: Snapshot) -> Snapshot:
         raise ValueError(f"its manifest belongs to {snapshot.id}")
     min_sizes = {files.disk: 1, files.kernel: 1, files.initrd: 1}
     if snapshot.memory is not Memory.NONE:
-        min_sizes |= {files.memory: snapshot.resources.memory_mb << 20, files.device_state: 1}
+        min_sizes[files.device_state] = 1
+        if files.memory_directory is None:  # An image in a memory root may be unavailable, which is no damage.
+            min_sizes[files.memory] = snapshot.resources.memory_mb << 20
     for path, size in min_sizes.items():
         if not path.exists() or path.stat().st_size < size:
             raise ValueError(f"{path.name} is missing or too short")
