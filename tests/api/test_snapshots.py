@@ -7,6 +7,7 @@ from typing import Any
 import httpx
 import pytest
 
+from tests.api.memory_gateway import MemoryGateway
 from tests.api.test_sandboxes import create_sandbox
 from tests.support.waiting import eventually
 
@@ -27,6 +28,22 @@ def test_one_fork_returns_a_sandbox_and_several_return_a_list(api: httpx.Client,
     assert len(forks["sandboxes"]) == 3 and forks["errors"] == []
     assert len(api.get("/sandboxes?metadata=g%3D1").json()) == 3
     assert api.get("/snapshots/s1").json()["forks"] == 4
+
+
+def test_responses_say_why_the_memory_of_a_snapshot_cannot_be_restored(
+    api: httpx.Client, snapshot_id: str, memory_gateway: MemoryGateway
+) -> None:
+    template_id = api.get("/snapshots/s1").json()["templateID"]
+    problems = memory_gateway.host.memory_problems
+    routes = ("/snapshots/s1", f"/snapshots/{template_id}", f"/templates/{template_id}")
+    assert [api.get(route).json()["memoryProblem"] for route in routes] == ["", "", ""]
+    try:
+        problems[snapshot_id] = problems[template_id] = "/memory is not mounted"
+        assert [api.get(route).json()["memoryProblem"] for route in routes] == ["/memory is not mounted"] * 3
+        (listed,) = (each for each in api.get("/snapshots").json() if each["snapshotID"] == snapshot_id)
+        assert listed["memoryProblem"] == "/memory is not mounted"
+    finally:
+        problems.clear()
 
 
 def test_resizing_a_fork_needs_a_cold_start(api: httpx.Client, snapshot_id: str) -> None:
