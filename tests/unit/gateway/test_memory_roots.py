@@ -202,7 +202,7 @@ def test_a_root_that_others_can_write_to_is_refused(layout: Layout, root: Path) 
 def test_a_file_system_that_reports_mappings_by_another_device_is_refused(
     layout: Layout, root: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(memory_roots.os, "major", lambda device: 4095)
+    monkeypatch.setattr(os, "major", lambda device: 4095)
     with pytest.raises(Conflict, match="reports mappings of its files with another device"):
         Store(layout, root).capture()
 
