@@ -99,15 +99,15 @@ class MemoryRoots:
         Skips roots that are not mounted. Keeps the images of objects in quarantine.
         """
         known = self._read()
-        directories = [MemoryDirectory(root, known.gateway) for root in known.roots]
-        for directory in directories:
+        held = {*self._held_files(quarantine)} if known.roots else set()
+        for root in known.roots:
+            directory = MemoryDirectory(root, known.gateway)
             if _find_problem(directory):
                 continue
             for id, image in directory.snapshot_images().items():
                 if not self._has_snapshot(id) and not quarantine.contains(id):
                     image.unlink()
                     repaired.append(f"removed the memory image {image}, which belonged to no snapshot")
-            held = {*self._held_files(quarantine)}
             for file in directory.machine_files():
                 if file not in held:
                     held_images.remove_targets([file])
@@ -139,6 +139,7 @@ class MemoryRoots:
         try:
             problem = _find_problem_of_root(directory.root)
             if not problem:
+                self._write(known)  # The name must not change if this is interrupted.
                 for path in (directory.directory, directory.snapshots, directory.machines):
                     path.mkdir(mode=0o700, exist_ok=True)
                 _check_mapping(directory.directory / "probe")
@@ -159,10 +160,7 @@ class MemoryRoots:
         try:
             return _KnownRoots.model_validate_json(path.read_bytes())
         except FileNotFoundError:
-            known = _KnownRoots(gateway=new_id(), roots=[])
-            if self._root is not None:
-                self._write(known)
-            return known
+            return _KnownRoots(gateway=new_id(), roots=[])
         except (OSError, ValidationError) as error:
             reason = explain(error) if isinstance(error, ValidationError) else error.strerror
             raise BackendFailed(
