@@ -114,7 +114,7 @@ def test_everything_that_starts_from_memory_works_with_a_root(live: Live, root: 
     fork = live.do(live.engine.forks.create("of-claimed", ForkSpec()))
     assert digest_in(live, fork.id) == digest
     live.remove_all()
-    assert images_in(root.mount_point) == []
+    eventually(lambda: images_in(root.mount_point) == [])
 
 
 def test_forks_are_cold_while_the_root_is_not_mounted_and_warm_after_it_is_mounted_again(
@@ -218,16 +218,18 @@ def test_sandboxes_boot_after_a_power_cut_while_the_root_is_not_mounted(
     capture_source(live, "mark")
     live.do(live.engine.sandboxes.rollback("source", "mark"))
     live.close()
-    kvm_xfs_world.power_cut(live.config)
+    kvm_xfs_world.cut_power(live.config)
     root.unmount()
     try:
         live = make_live(config=live.config)
-        eventually(lambda: live.shell("source", "cat /root/kept").strip() == "kept", 180)
+        eventually(lambda: live.sandbox("source").state is SandboxState.RUNNING, 120)
+        assert live.shell("source", "cat /root/kept").strip() == "kept"
         assert "is not mounted" in problem_of(live, "mark")
     finally:
         root.mount()
+    live.do(live.engine.sandboxes.delete("source"))
     live.do(live.engine.snapshots.delete("mark"))
-    live = reopen(make_live, live)
+    reopen(make_live, live)
     assert images_in(root.mount_point) == [], "the former machine's image is swept"
 
 

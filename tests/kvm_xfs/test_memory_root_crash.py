@@ -27,7 +27,8 @@ class MemoryRootWorld:
     def __init__(self, world: KvmXfsWorld, root: Path) -> None:
         self._world = world
         self._root = root
-        self.kind, self.abilities, self.factory, self.halt = world.kind, world.abilities, world.factory, world.halt
+        self.kind, self.abilities = world.kind, world.abilities
+        self.factory, self.halt_command = world.factory, world.halt_command
 
     def config(self, **sections: Any) -> Config:
         return self._world.config(kvm_xfs={"memory_root": self._root}, **sections)
