@@ -257,6 +257,8 @@ class MemoryHost:
         self.blocked: set[str] = set()
         self.dead_console: str | None = None
         self.available = Room(disk_free=50 << 30, disk_total=100 << 30, memory_free=8 << 30, memory_total=16 << 30)
+        self.memory_problems: dict[str, str] = {}
+        """Why the memory of a snapshot is unavailable, by id."""
         self.stopped: set[str] = set()
         """Instances whose machines are stalled."""
         self.forked = 0
@@ -355,6 +357,9 @@ class MemoryHost:
 
     def files_of(self, snapshot: Snapshot) -> dict[str, str]:
         return {"dir": f"/memory/{snapshot.id}"}
+
+    def memory_problem(self, snapshot: Snapshot) -> str:
+        return self.memory_problems.get(snapshot.id, "")
 
     async def remove_snapshot(self, snapshot: Snapshot) -> None:
         self.disks.pop(snapshot.id, None)

@@ -30,6 +30,22 @@ def test_one_fork_returns_a_sandbox_and_several_return_a_list(api: httpx.Client,
     assert api.get("/snapshots/s1").json()["forks"] == 4
 
 
+def test_responses_say_why_the_memory_of_a_snapshot_cannot_be_restored(
+    api: httpx.Client, snapshot_id: str, memory_gateway: MemoryGateway
+) -> None:
+    template_id = api.get("/snapshots/s1").json()["templateID"]
+    problems = memory_gateway.host.memory_problems
+    routes = ("/snapshots/s1", f"/snapshots/{template_id}", f"/templates/{template_id}")
+    assert [api.get(route).json()["memoryProblem"] for route in routes] == ["", "", ""]
+    try:
+        problems[snapshot_id] = problems[template_id] = "/memory is not mounted"
+        assert [api.get(route).json()["memoryProblem"] for route in routes] == ["/memory is not mounted"] * 3
+        (listed,) = (each for each in api.get("/snapshots").json() if each["snapshotID"] == snapshot_id)
+        assert listed["memoryProblem"] == "/memory is not mounted"
+    finally:
+        problems.clear()
+
+
 def test_resizing_a_fork_needs_a_cold_start(api: httpx.Client, snapshot_id: str) -> None:
     warm_start = api.post("/snapshots/s1/fork", json={"memoryMB": 512})
     assert warm_start.status_code == 400 and warm_start.json()["kind"] == "unsupported"

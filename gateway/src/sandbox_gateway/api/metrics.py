@@ -94,6 +94,9 @@ class Metrics:
         ):
             for gauge, value in zip((self._free, self._total, self._promised), values, strict=True):
                 gauge.labels(resource).set(value)
+        if room.memory_disk is not None:
+            self._free.labels("memory_root").set(room.memory_disk.free)
+            self._total.labels("memory_root").set(room.memory_disk.total)
         self._stalled.set(len(report.stalled))
 
     def record_connection_end(self, reason: str) -> None:

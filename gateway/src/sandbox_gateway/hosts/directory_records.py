@@ -250,6 +250,10 @@ class Quarantine:
         """Return the paths of the quarantined objects that came from ``parent``."""
         return [str(path) for path in sorted(self._directory.glob(f"{parent.name}-*"))]
 
+    def subdirectories(self) -> list[Path]:
+        """Return the directories in the quarantined objects."""
+        return [path for path in self._directory.glob("*/*") if path.is_dir()]
+
     def contains(self, id: str) -> bool:
         """Return whether the object ``id`` is in quarantine."""
         return any(self._directory.glob(f"*-{id}-*"))
@@ -260,16 +264,19 @@ def is_full(error: OSError) -> bool:
     return error.errno in (errno.ENOSPC, errno.EDQUOT)
 
 
-def no_space_error() -> NoSpace:
-    return NoSpace("no space left on the state file system: remove snapshots or sandboxes, or grow it")
+def no_space_error(where: str = "the state file system") -> NoSpace:
+    return NoSpace(f"no space left on {where}: remove snapshots or sandboxes, or grow it")
 
 
 @contextlib.contextmanager
-def explaining_os_errors() -> Iterator[None]:
-    """Convert an OSError raised in this context to NoSpace or BackendFailed, with a message for the user."""
+def explaining_os_errors(where: str = "the state file system") -> Iterator[None]:
+    """Convert an OSError raised in this context to NoSpace or BackendFailed, with a message for the user.
+
+    ``where``: what has no space left if the disk is full.
+    """
     try:
         yield
     except OSError as error:
         if is_full(error):
-            raise no_space_error() from None
+            raise no_space_error(where) from None
         raise BackendFailed(f"{error.strerror}: {error.filename}" if error.filename else str(error)) from error

@@ -136,6 +136,7 @@ def _ready_shape(engine: Engine, template: Snapshot, guest: str) -> shapes.Templ
         outdated=is_outdated(template, guest),
         forks=len(engine.references.users_of(template).blocking_sandboxes),
         prewarm=engine.prewarm.level(template),
+        memory_problem=engine.host.memory_problem(template),
     )
 
 

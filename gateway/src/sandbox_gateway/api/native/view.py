@@ -59,6 +59,7 @@ class View:
             backend=self.backend,
             forks=len(users.blocking_sandboxes),
             prewarm=self.engine.prewarm.level(snapshot),
+            memory_problem=self.engine.host.memory_problem(snapshot),
             mounts=self._mounts(snapshot.mounts),
             volumes=[
                 shapes.VolumeCaptureShape(name=self._volume_name(capture.volume), snapshot_id=capture.snapshot)

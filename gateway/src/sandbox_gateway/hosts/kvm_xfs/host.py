@@ -19,8 +19,9 @@ from sandbox_gateway.hosts import directory_records
 from sandbox_gateway.hosts.addresses import name_servers
 from sandbox_gateway.hosts.base import Abilities, Endpoint, GuestMount, Load, Log, Room, Scan, Usage, VolumeState
 from sandbox_gateway.hosts.directory_records import Quarantine, RecordReader, explaining_os_errors
-from sandbox_gateway.hosts.kvm_xfs.image import instances, reflink
-from sandbox_gateway.hosts.kvm_xfs.image.layout import Layout
+from sandbox_gateway.hosts.kvm_xfs.image import instances, memory_roots, reflink
+from sandbox_gateway.hosts.kvm_xfs.image.layout import Instance, Layout, MemoryDirectory
+from sandbox_gateway.hosts.kvm_xfs.image.memory_roots import MemoryRoots
 from sandbox_gateway.hosts.kvm_xfs.image.snapshots import Snapshots
 from sandbox_gateway.hosts.kvm_xfs.machines import Machines
 from sandbox_gateway.hosts.kvm_xfs.meminfo import read_memory
@@ -68,6 +69,7 @@ class KvmXfsHost:
         self._ownership = Ownership(root, config.network.prefix)
         self._layout = Layout(root)
         self._quarantine = Quarantine(root)
+        self._memory_roots = MemoryRoots(self._layout, config.kvm_xfs.memory_root)
         self._snapshots = Snapshots(self._layout, self._quarantine)
         self._slots = SlotPool(config.network, uid_base=config.kvm_xfs.uid_base)
         self._volumes = KvmVolumes(self._layout, self._quarantine, ServerPool(config.network, self._layout.serving))
@@ -92,6 +94,7 @@ class KvmXfsHost:
         try:
             reflink.require_reflinks(root)
             self._layout.create()
+            await asyncio.to_thread(self._memory_roots.open)
             await asyncio.to_thread(self._layout.restrict_access, self._config.cache_root)
             self._machines.platform = await self._probe()
             await asyncio.to_thread(self._tracker.open)
@@ -128,6 +131,7 @@ class KvmXfsHost:
         await self._machines.adopt(scan)
         await self._volumes.adopt(scan, self._machines.addresses())
         self._remove_strays(scan)
+        await asyncio.to_thread(self._memory_roots.sweep, self._quarantine, scan.repaired)
         return scan
 
     def _refuse_newer_records(self, reader: RecordReader) -> None:
@@ -153,7 +157,7 @@ class KvmXfsHost:
 
     async def room(self) -> Room:
         with explaining_os_errors():
-            return await asyncio.to_thread(_read_room, self._config.host.state_root)
+            return await asyncio.to_thread(_read_room, self._config.host.state_root, self._memory_roots)
 
     async def stalled(self) -> set[str]:
         return await self._machines.stalled()
@@ -202,9 +206,14 @@ class KvmXfsHost:
         self, sandbox: Sandbox, snapshot: Snapshot, *, memory: bool, volumes: Sequence[VolumeSnapshot] = ()
     ) -> Snapshot:
         machine = self._machines.require_running(sandbox).machine
+        files = self._layout.instance(sandbox)
         window = self._windows.get(machine, _boot_image_check(sandbox)) if memory else None
-        capture = Capture(machine, self._layout.instance(sandbox), self._snapshots.partial_files(snapshot), window)
-        with explaining_os_errors():
+        where = "the state file system"
+        if memory and (memory_directory := await asyncio.to_thread(self._directory_for_capture, files)):
+            memory_directory.record_in(snapshot)
+            where += f" or in the memory root {memory_directory.root}"
+        capture = Capture(machine, files, self._snapshots.partial_files(snapshot), window)
+        with explaining_os_errors(where):
             async with self._volumes.pending_snapshots(volumes) as pending:
                 try:
                     await capture.run(pending.clone_images if volumes else None)
@@ -212,7 +221,7 @@ class KvmXfsHost:
                     snapshot.memory_bytes_written = capture.memory_bytes
                     snapshot.pause_ms = capture.pause_ms
                     snapshot.resources = sandbox.resources
-                    snapshot.host = {"platform": sandbox.host["platform"], "phases_ms": capture.phases_ms}
+                    snapshot.host |= {"platform": sandbox.host["platform"], "phases_ms": capture.phases_ms}
                     snapshot.host["stops_ms"] = capture.stops_ms
                     if capture.image_check is not None:
                         snapshot.host["image"] = capture.image_check.model_dump(mode="json")
@@ -228,6 +237,10 @@ class KvmXfsHost:
         if snapshot.kind is SnapshotKind.TRANSIENT:
             self._background.start(asyncio.to_thread(self._snapshots.sync, snapshot))
         return snapshot
+
+    def _directory_for_capture(self, files: Instance) -> MemoryDirectory | None:
+        memory_roots.require_held_image(files.memory)
+        return self._memory_roots.directory_for_capture()
 
     def _report_degraded(self, reason: str, mode: Memory) -> None:
         """Log a warning, once per reason."""
@@ -246,6 +259,9 @@ class KvmXfsHost:
     def files_of(self, snapshot: Snapshot) -> dict[str, str]:
         return self._snapshots.files_of(snapshot)
 
+    def memory_problem(self, snapshot: Snapshot) -> str:
+        return self._memory_roots.memory_problem(snapshot)
+
     # -- sandboxes --------------------------------------------------------------------------------------------------
 
     async def fork(self, snapshot: Snapshot, sandbox: Sandbox, *, with_memory: bool, hold: bool = False) -> None:
@@ -253,6 +269,7 @@ class KvmXfsHost:
         files = self._layout.instance(sandbox)
         if with_memory:
             self._machines.check_platform(snapshot)
+            await asyncio.to_thread(self._memory_roots.require_memory, snapshot)
         with explaining_os_errors():
             try:
                 # Wait for the thread even if cancelled: it must not write after the files have been removed.
@@ -305,7 +322,7 @@ class KvmXfsHost:
         with explaining_os_errors():
             await asyncio.to_thread(directory_records.unlink_record, directory)
             await self._machines.stop(sandbox)
-            await asyncio.to_thread(directory_records.remove, directory)
+            await asyncio.to_thread(instances.remove_all, directory)
 
     async def has_diverged(self, sandbox: Sandbox, head: Snapshot) -> bool:
         disk, head_disk = self._layout.instance(sandbox).disk, self._snapshots.files(head).disk
@@ -314,10 +331,12 @@ class KvmXfsHost:
 
     async def usage(self, sandbox: Sandbox) -> Usage:
         with _explaining_removal(sandbox):
-            disk = await asyncio.to_thread(reflink.unique_bytes, self._layout.instance(sandbox).disk)
+            files = self._layout.instance(sandbox)
+            disk = await asyncio.to_thread(reflink.unique_bytes, files.disk)
+            image_bytes = await asyncio.to_thread(instances.image_bytes, files)
         started = self._machines.find(sandbox)
         memory = await asyncio.to_thread(started.machine.memory_bytes) if started else 0
-        return Usage(disk_bytes=disk, memory_bytes=memory)
+        return Usage(disk_bytes=disk, memory_bytes=memory, image_bytes=image_bytes)
 
     async def loads(self, sandboxes: Sequence[Sandbox]) -> dict[str, Load]:
         machines = {
@@ -379,10 +398,11 @@ class KvmXfsHost:
         return self._volumes.guest_mounts(sandbox)
 
 
-def _read_room(root: Path) -> Room:
+def _read_room(root: Path, memory_roots: MemoryRoots) -> Room:
     status = os.statvfs(root)
     memory_free, memory_total = read_memory()
-    return Room(status.f_bavail * status.f_frsize, status.f_blocks * status.f_frsize, memory_free, memory_total)
+    disk_free, disk_total = status.f_bavail * status.f_frsize, status.f_blocks * status.f_frsize
+    return Room(disk_free, disk_total, memory_free, memory_total, memory_roots.disk())
 
 
 def _boot_image_check(sandbox: Sandbox) -> ImageCheck | None:

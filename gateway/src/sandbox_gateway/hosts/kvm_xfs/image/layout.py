@@ -6,6 +6,13 @@
     volumes/<id>/                          volume.img manifest.json and one directory per snapshot of it:
         snapshots/<id>/                    volume.img manifest.json
     serving/                               files of running volume servers; unused after a reboot
+    memory-roots.json                      the name of this gateway's directory in memory roots
+
+A memory root (`kvm_xfs.memory_root`) is a directory on another file system. It contains, for each gateway,
+
+    <gateway>/snapshots/<id>.img           the memory image of a snapshot, whose record says where it is
+    <gateway>/machines/<instance>/         memory.base and memory.last: hard links to such images; in the directory
+                                           of the machine, symbolic links refer to them
 
 A rename commits a snapshot or a volume (`hosts.directory_records`). A sandbox exists as soon as its manifest exists.
 """
@@ -18,7 +25,7 @@ import stat
 from collections.abc import Iterator
 from pathlib import Path
 
-from sandbox_gateway.hosts.directory_records import directories
+from sandbox_gateway.hosts.directory_records import PARTIAL, directories
 from sandbox_gateway.records import Sandbox, Snapshot, SnapshotKind
 
 VOLUME_IMAGE = "volume.img"
@@ -36,6 +43,7 @@ class Layout:
         self.snapshots = root / "snapshots"
         self.sandboxes = root / "sandboxes"
         self.volumes = root / "volumes"
+        self.memory_roots = root / "memory-roots.json"
         self.serving = root / "serving"
 
     def create(self) -> None:
@@ -56,7 +64,8 @@ class Layout:
 
     def snapshot(self, snapshot: Snapshot) -> SnapshotFiles:
         is_template = snapshot.kind in (SnapshotKind.BASE, SnapshotKind.TEMPLATE)
-        return SnapshotFiles((self.templates if is_template else self.snapshots) / snapshot.id)
+        directory = (self.templates if is_template else self.snapshots) / snapshot.id
+        return SnapshotFiles(directory, MemoryDirectory.of_snapshot(snapshot))
 
     def sandbox(self, sandbox: Sandbox) -> Path:
         return self.sandboxes / sandbox.id
@@ -94,15 +103,69 @@ def _is_open_to_others(mode: int) -> bool:
 
 
 _DISK, _KERNEL, _INITRD = "rootfs.img", "kernel", "initrd"
+_IMAGE_SUFFIX = ".img"
+_MEMORY_LOCATION = "memory"
+"""The key in ``Snapshot.host`` that says where the memory image is. Missing: in the directory of the snapshot."""
+
+
+class MemoryDirectory:
+    """The paths of one gateway's memory images in the memory root ``root``. ``gateway`` is the gateway's directory."""
+
+    def __init__(self, root: Path, gateway: str) -> None:
+        self.root = root
+        self.gateway = gateway
+        self.directory = root / gateway
+        self.snapshots = self.directory / "snapshots"
+        self.machines = self.directory / "machines"
+
+    @classmethod
+    def of_snapshot(cls, snapshot: Snapshot) -> MemoryDirectory | None:
+        """Return where the memory image of a snapshot is. None: in the directory of the snapshot.
+
+        Raises ValueError if the record is damaged.
+        """
+        location = snapshot.host.get(_MEMORY_LOCATION)
+        if location is None:
+            return None
+        try:
+            return cls(Path(location["root"]), str(location["gateway"]))
+        except (KeyError, TypeError):
+            raise ValueError(f"its host.{_MEMORY_LOCATION} has no root or no gateway") from None
+
+    def record_in(self, snapshot: Snapshot) -> None:
+        """Record in a snapshot that its memory image is here."""
+        snapshot.host[_MEMORY_LOCATION] = {"root": str(self.root), "gateway": self.gateway}
+
+    def snapshot(self, id: str) -> Path:
+        return self.snapshots / f"{id}{_IMAGE_SUFFIX}"
+
+    def snapshot_images(self) -> dict[str, Path]:
+        """Return the memory images of snapshots, by the id of the snapshot."""
+        images = sorted(self.snapshots.glob(f"*{_IMAGE_SUFFIX}"))
+        return {image.name.removesuffix(_IMAGE_SUFFIX): image for image in images}
+
+    def machine_files(self) -> list[Path]:
+        """Return the files of machines."""
+        return sorted(self.machines.glob("*/*"))
+
+    def machine_file(self, link: Path) -> Path:
+        """Return the file to which ``link``, a symbolic link in the directory of a machine, refers."""
+        return self.machines / link.parent.name / link.name
 
 
 class SnapshotFiles:
-    """The paths of the files of one snapshot or template. ``memory`` and ``device_state`` only exist with memory."""
+    """The paths of the files of one snapshot or template. ``memory`` and ``device_state`` only exist with memory.
 
-    def __init__(self, directory: Path) -> None:
+    ``memory_directory``: where the memory image is, if it is not in ``directory``.
+    """
+
+    def __init__(self, directory: Path, memory_directory: MemoryDirectory | None = None) -> None:
         self.directory = directory
         self.disk = directory / _DISK
+        self.memory_directory = memory_directory
         self.memory = directory / "memory.img"
+        if memory_directory is not None:
+            self.memory = memory_directory.snapshot(directory.name.removeprefix(PARTIAL))
         self.device_state = directory / "device.state"
         self.kernel = directory / _KERNEL
         self.initrd = directory / _INITRD

@@ -9,10 +9,14 @@ from pathlib import Path
 from sandbox_gateway.hosts import directory_records
 from sandbox_gateway.hosts.directory_records import Quarantine, RecordReader
 from sandbox_gateway.hosts.kvm_xfs.image import reflink
-from sandbox_gateway.hosts.kvm_xfs.image.layout import Layout, SnapshotFiles
+from sandbox_gateway.hosts.kvm_xfs.image.layout import Layout, MemoryDirectory, SnapshotFiles
+from sandbox_gateway.hosts.kvm_xfs.image.memory_roots import sync_image_directory
+from sandbox_gateway.log import Logger
 from sandbox_gateway.records import Memory, Snapshot, SnapshotKind
 
 _BOOT_ID_FILE = Path("/proc/sys/kernel/random/boot_id")
+
+log = Logger("kvm_xfs")
 
 
 class Snapshots:
@@ -29,12 +33,18 @@ class Snapshots:
         for parent in (self._layout.templates, self._layout.snapshots):
             for directory in directory_records.directories(parent):
                 files = SnapshotFiles(directory)
-                if _is_lost(files):
+                boot_id = _read_unsynced(files)
+                if boot_id is not None and boot_id != _BOOT_ID_FILE.read_text():
                     directory_records.remove(directory)
                     repaired.append(f"removed {directory.name}, the source of clones, which was not yet on the device")
                     continue
                 with self._quarantine.quarantine_if_damaged(directory, repaired):
-                    intact_snapshots.append(_require_complete(files, reader.read(directory, Snapshot)))
+                    snapshot = reader.read(directory, Snapshot)
+                    if memory_directory := MemoryDirectory.of_snapshot(snapshot):
+                        files = SnapshotFiles(directory, memory_directory)
+                    intact_snapshots.append(_require_complete(files, snapshot))
+                    if boot_id is not None:
+                        _sync(files)  # Only the gateway has ended since the snapshot was taken.
         return intact_snapshots
 
     def files(self, snapshot: Snapshot) -> SnapshotFiles:
@@ -42,7 +52,8 @@ class Snapshots:
 
     def partial_files(self, snapshot: Snapshot) -> SnapshotFiles:
         """Return the files in the directory in which the snapshot is created."""
-        return SnapshotFiles(directory_records.partial_of(self._directory(snapshot)))
+        files = self.files(snapshot)
+        return SnapshotFiles(directory_records.partial_of(files.directory), files.memory_directory)
 
     def _directory(self, snapshot: Snapshot) -> Path:
         return self.files(snapshot).directory
@@ -56,6 +67,7 @@ class Snapshots:
         is_durable = snapshot.kind is not SnapshotKind.TRANSIENT
         if is_durable:
             directory_records.sync_files(_existing_images(partial))
+            sync_image_directory(partial)
         else:
             partial.unsynced.write_text(_BOOT_ID_FILE.read_text())
         snapshot.disk_bytes_unique = reflink.unique_bytes(partial.disk)
@@ -74,9 +86,17 @@ class Snapshots:
     def undo(self, snapshot: Snapshot) -> None:
         """Remove all files of a snapshot, whether it is committed or not."""
         directory_records.undo(self._directory(snapshot))
+        _remove_external_image(self.files(snapshot))
 
     def remove(self, snapshot: Snapshot) -> None:
-        directory_records.remove(self._directory(snapshot))
+        """Remove a snapshot. An image in a memory root that is not mounted remains until a scan finds it mounted."""
+        files = self.files(snapshot)
+        if files.memory_directory is None:
+            directory_records.remove(files.directory)
+        else:
+            # After a crash of the host, a snapshot must not exist without its image, which is on another file system.
+            directory_records.remove_durably(files.directory)
+            _remove_external_image(files)
 
     def files_of(self, snapshot: Snapshot) -> dict[str, str]:
         """Return the paths of a snapshot's directory and memory files, for display."""
@@ -94,25 +114,29 @@ def _existing_images(files: SnapshotFiles) -> list[Path]:
 def _sync(files: SnapshotFiles) -> None:
     directory = files.directory
     directory_records.sync_files([*_existing_images(files), directory / directory_records.MANIFEST])
+    sync_image_directory(files)
     directory_records.sync_directory(directory)
     directory_records.sync_directory(directory.parent)
     files.unsynced.unlink()
 
 
-def _is_lost(files: SnapshotFiles) -> bool:
-    """Return whether a snapshot was lost because the host stopped before it was synced.
-
-    Syncs the snapshot if only the gateway has ended since.
-    """
+def _read_unsynced(files: SnapshotFiles) -> str | None:
+    """Return the id of the host's boot in which a snapshot was taken that is not synced yet; None for others."""
     try:
         with open(files.unsynced) as file:  # noqa: PTH123 - faster for thousands of snapshots
-            boot_id = file.read()
+            return file.read()
     except FileNotFoundError:
-        return False
-    if boot_id != _BOOT_ID_FILE.read_text():
-        return True
-    _sync(files)
-    return False
+        return None
+
+
+def _remove_external_image(files: SnapshotFiles) -> None:
+    """Remove a snapshot's memory image if it is in a memory root."""
+    if files.memory_directory is None:
+        return
+    try:
+        files.memory.unlink(missing_ok=True)
+    except OSError as error:
+        log.warning("memory image not removed", path=str(files.memory), reason=error.strerror)
 
 
 def _size(path: Path) -> int:
@@ -129,7 +153,9 @@ def _require_complete(files: SnapshotFiles, snapshot: Snapshot) -> Snapshot:
         raise ValueError(f"its manifest belongs to {snapshot.id}")
     min_sizes = {files.disk: 1, files.kernel: 1, files.initrd: 1}
     if snapshot.memory is not Memory.NONE:
-        min_sizes |= {files.memory: snapshot.resources.memory_mb << 20, files.device_state: 1}
+        min_sizes[files.device_state] = 1
+        if files.memory_directory is None:  # An image in a memory root may be unavailable, which is no damage.
+            min_sizes[files.memory] = snapshot.resources.memory_mb << 20
     for path, size in min_sizes.items():
         if _size(path) < size:
             raise ValueError(f"{path.name} is missing or too short")

@@ -95,7 +95,7 @@ class Capture:
             self._image = self._open(image, os.O_WRONLY | os.O_CREAT | os.O_EXCL)
             os.truncate(self._image, self._files.memory.stat().st_size)
         else:
-            reflink.clone(window.base, image)
+            reflink.clone_or_copy(window.base, image)
             self._image = self._open(image, os.O_WRONLY)
             base = self._open(window.base, os.O_RDONLY)
         self._state = self._open(self._partial.device_state, os.O_WRONLY | os.O_CREAT | os.O_EXCL)
@@ -153,7 +153,7 @@ class Capture:
     def _complete_image(self, window: Window) -> None:
         self._copier.write_buffered()
         self.memory_bytes = self._copier.written
-        self.image_check = window.complete(self._partial.memory)
+        self.image_check = window.complete(self._partial.memory, self._partial.memory_directory)
 
     @contextlib.asynccontextmanager
     async def _stopped(self) -> AsyncIterator[Callable[[str], None]]:

@@ -13,7 +13,8 @@ from weakref import WeakKeyDictionary
 
 from pydantic import ValidationError
 
-from sandbox_gateway.hosts.kvm_xfs.image.layout import Instance
+from sandbox_gateway.hosts.kvm_xfs.image import held_images
+from sandbox_gateway.hosts.kvm_xfs.image.layout import Instance, MemoryDirectory
 from sandbox_gateway.hosts.kvm_xfs.memory import image_check, listing
 from sandbox_gateway.hosts.kvm_xfs.memory.image_check import ImageCheck
 from sandbox_gateway.hosts.kvm_xfs.memory.ram import Ram
@@ -128,14 +129,15 @@ class Window:
         assert self._marks is not None
         return _LISTERS[self._marks](ram, take=False)
 
-    def complete(self, image: Path) -> ImageCheck:
-        """Finish a capture whose memory is in ``image``. Return the check data of the image."""
+    def complete(self, image: Path, memory_directory: MemoryDirectory | None = None) -> ImageCheck:
+        """Finish a capture whose memory is in ``image``. Return the check data of the image.
+
+        ``memory_directory``: where the image is, if it is in a memory root.
+        """
         check = image_check.describe(image)
-        new_link = self._last.with_name(f"{self._last.name}.fresh")
-        new_link.unlink(missing_ok=True)
-        new_link.hardlink_to(image)
+        new = held_images.prepare(image, self._last, memory_directory)
         self._last_check.unlink(missing_ok=True)
-        new_link.rename(self._last)
+        held_images.replace(new, self._last)
         self._last_check.touch(mode=0o600)
         self._last_check.write_text(check.model_dump_json())
         self._taken_marker.unlink(missing_ok=True)
