@@ -13,6 +13,7 @@ from benchmarks.benches.jail import JailZfs
 from benchmarks.benches.memory import Memory
 from benchmarks.benches.pause import Pause
 from benchmarks.benches.prewarm import Prewarm
+from benchmarks.benches.rivals import Rivals
 from benchmarks.benches.rollback import Rollback
 from benchmarks.benches.sdk import Sdk
 from benchmarks.benches.tasks import Tasks
@@ -33,4 +34,5 @@ BENCHES: tuple[Bench, ...] = (
     JailZfs(),
     Tasks(),
     Connection(),
+    Rivals(),
 )
