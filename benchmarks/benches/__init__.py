@@ -13,6 +13,7 @@ from benchmarks.benches.jail import JailZfs
 from benchmarks.benches.memory import Memory
 from benchmarks.benches.pause import Pause
 from benchmarks.benches.prewarm import Prewarm
+from benchmarks.benches.rivals import Rivals
 from benchmarks.benches.rollback import Rollback
 from benchmarks.benches.scale import Scale
 from benchmarks.benches.sdk import Sdk
@@ -35,4 +36,5 @@ BENCHES: tuple[Bench, ...] = (
     JailZfs(),
     Tasks(),
     Connection(),
+    Rivals(),
 )

@@ -65,7 +65,7 @@ class Gateway:
         await self.host.save(self.spare)
 
     def write(self, number: int) -> None:
-        memory = self.host._machines.require_running(self.source)[0].memory  # type: ignore[attr-defined]
+        memory = self.host._machines.require_running(self.source).machine.memory  # type: ignore[attr-defined]
         memory[number * 4096 : number * 4096 + 6] = b"number"
 
     async def capture(self) -> None:
