@@ -134,13 +134,13 @@ class _Records:
                 self.unused.append(snapshot.id)
 
     def _create_snapshot(self, snapshot: Snapshot) -> None:
-        directory = self._layout.snapshot(snapshot)
-        directory.mkdir(mode=0o700)
-        for name in ("rootfs.img", "memory.img", "device.state"):
-            reflink.clone(self._images / name, directory / name)
-        for name in ("kernel", "initrd"):
-            (directory / name).hardlink_to(self._images / name)
-        directory_records.write_record(directory, snapshot, durable=False)
+        files = self._layout.snapshot(snapshot)
+        files.directory.mkdir(mode=0o700)
+        for path in (files.disk, files.memory, files.device_state):
+            reflink.clone(self._images / path.name, path)
+        for path in (files.kernel, files.initrd):
+            path.hardlink_to(self._images / path.name)
+        directory_records.write_record(files.directory, snapshot, durable=False)
 
     def _create_sandbox(self, snapshot: Snapshot) -> None:
         number = self._created_sandboxes
@@ -161,10 +161,10 @@ class _Records:
         files = Instance(directory / sandbox.instance)
         files.directory.mkdir(mode=0o711)
         files.run.mkdir(mode=0o700)
-        reflink.clone(self._images / "rootfs.img", files.disk)
+        reflink.clone(self._images / files.disk.name, files.disk)
         for path in (files.kernel, files.initrd):
             path.hardlink_to(self._images / path.name)
-        files.memory.hardlink_to(self._layout.snapshot(snapshot) / "memory.img")
+        files.memory.hardlink_to(self._layout.snapshot(snapshot).memory)
         directory_records.write_record(directory, sandbox, durable=False)
 
     def pop_unused(self) -> str:

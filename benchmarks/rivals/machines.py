@@ -23,6 +23,7 @@ from pathlib import Path
 from benchmarks.raw_qemu import Monitor
 from benchmarks.rivals.libvirt import Libvirt, domain_xml
 from benchmarks.rivals.rival import FORK_COUNT, VirtualMachine
+from sandbox_gateway.hosts.kvm_xfs.image.layout import SnapshotFiles
 from sandbox_gateway.hosts.kvm_xfs.network.addresses import GUEST_ADDRESS, GUEST_MAC
 from sandbox_gateway.hosts.kvm_xfs.qemu import command_line
 from sandbox_gateway.hosts.kvm_xfs.qemu.command_line import KERNEL_ARGUMENTS, TCG_KERNEL_ARGUMENTS, Platform
@@ -43,7 +44,7 @@ _NOT_OFFERED = {"fork_1": _NO_FORK, f"fork_{FORK_COUNT}": _NO_FORK}
 class Guest:
     """The guest that all rivals run: the files of a template, and the platform that it was built on."""
 
-    template: Path
+    template: SnapshotFiles
     platform: Platform
     resources: Resources
 
@@ -60,8 +61,8 @@ class Files:
         self.directory = directory
         self.guest = guest
         directory.mkdir(mode=0o711)
-        for name in ("kernel", "initrd"):
-            copy(guest.template / name, directory / name)
+        for path in (guest.template.kernel, guest.template.initrd):
+            copy(path, directory / path.name)
 
     def path(self, name: str) -> Path:
         return self.directory / name
@@ -69,7 +70,7 @@ class Files:
     def create_qcow2(self, name: str) -> Path:
         """Convert the guest's disk to qcow2 and return its path."""
         disk = self.path(name)
-        _run("qemu-img", "convert", "-O", "qcow2", str(self.guest.template / "rootfs.img"), str(disk))
+        _run("qemu-img", "convert", "-O", "qcow2", str(self.guest.template.disk), str(disk))
         return disk
 
     def write_domain(self, disk: Path, format: str, tap: str) -> Path:
@@ -183,7 +184,7 @@ class VirshSave:
         self.not_offered: dict[str, str] = {}
         self.prefix = libvirt.prefix
         self._disk, self._saved, self._saved_disk = map(files.path, ("source.img", "source.save", "snapshot.img"))
-        copy(files.guest.template / "rootfs.img", self._disk)
+        copy(files.guest.template.disk, self._disk)
         self._domain = _Domain(libvirt, files, self._disk, "raw", concurrency)
 
     def snapshot(self) -> None:

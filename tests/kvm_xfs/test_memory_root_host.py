@@ -12,7 +12,7 @@ import pytest
 from sandbox_gateway.config import Config
 from sandbox_gateway.errors import Conflict
 from sandbox_gateway.hosts.kvm_xfs.host import KvmXfsHost
-from sandbox_gateway.records import Memory, Sandbox, Snapshot, SnapshotKind
+from sandbox_gateway.records import Memory, Resources, Sandbox, Snapshot, SnapshotKind
 from tests.kvm_xfs.process_host import make_host
 from tests.support.xfs import LoopXfs
 
@@ -50,8 +50,7 @@ def stop_all(host: KvmXfsHost) -> None:
 
 def start_source(host: KvmXfsHost) -> Sandbox:
     """Create a base and a sandbox that booted from it. The start of its memory contains "secret"."""
-    base = Snapshot(kind=SnapshotKind.BASE)
-    base.resources.memory_mb = base.resources.disk_mb = 64
+    base = Snapshot(kind=SnapshotKind.BASE, resources=Resources(memory_mb=64, disk_mb=64))
     files = host._snapshots.partial_files(base)
     files.directory.mkdir()
     for path in (files.disk, files.kernel, files.initrd):

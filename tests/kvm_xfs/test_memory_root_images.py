@@ -19,7 +19,7 @@ from sandbox_gateway.hosts.kvm_xfs.memory.copying import Copier
 from sandbox_gateway.hosts.kvm_xfs.memory.ram import PAGE, Ram
 from sandbox_gateway.hosts.kvm_xfs.memory.tracker_client import TrackerClient
 from sandbox_gateway.hosts.kvm_xfs.memory.window import Window
-from sandbox_gateway.records import Memory, Sandbox, Snapshot
+from sandbox_gateway.records import Memory, Resources, Sandbox, Snapshot
 from tests.support.xfs import LoopXfs
 
 MIB = 1 << 20
@@ -205,8 +205,7 @@ def test_an_unmounted_file_system_is_noticed_and_nothing_is_written_below_it(
     layout: Layout, root: LoopXfs, directory: MemoryDirectory
 ) -> None:
     roots = MemoryRoots(layout, root.mount_point)
-    snapshot = Snapshot(memory=Memory.FULL)
-    snapshot.resources.memory_mb = 64
+    snapshot = Snapshot(memory=Memory.FULL, resources=Resources(memory_mb=64))
     directory.record_in(snapshot)
     image = directory.snapshot(snapshot.id)
     with image.open("xb") as file:

@@ -17,7 +17,7 @@ from pathlib import Path
 import pytest
 
 from sandbox_gateway.config import Config
-from sandbox_gateway.records import Memory, Sandbox, Snapshot, SnapshotKind
+from sandbox_gateway.records import Memory, Resources, Sandbox, Snapshot, SnapshotKind
 from tests.kvm_xfs.process_host import make_host
 from tests.support.crash import KILLED, StepCounter
 from tests.support.xfs import LoopXfs
@@ -33,8 +33,7 @@ class Gateway:
     def __init__(self, config: Config) -> None:
         self.config = config
         self.host = make_host(config)
-        self.base = Snapshot(kind=SnapshotKind.BASE)
-        self.base.resources.memory_mb, self.base.resources.disk_mb = MEMORY_MB, 64
+        self.base = Snapshot(kind=SnapshotKind.BASE, resources=Resources(memory_mb=MEMORY_MB, disk_mb=64))
         self.source = self._new_sandbox("source")
         self.spare = self._new_sandbox("spare")
         self.mark, self.other = self._new_snapshot(), self._new_snapshot()
