@@ -62,7 +62,7 @@ def take_inventory() -> Inventory:
         links=frozenset(link["ifname"] for link in _output_json("ip", "-j", "link", "show")),
         tables=frozenset(_output_lines("nft", "list", "tables")),
         cgroups=frozenset(_cgroups()),
-        zpools=frozenset(_output_lines(*_ZPOOLS)),
+        zpools=frozenset(_existing_pools()),
     )
 
 
@@ -198,6 +198,12 @@ def _addresses(link: str) -> list[str]:
     return [
         line.split()[3].partition("/")[0] for line in _output_lines("ip", "-4", "-o", "address", "show", "dev", link)
     ]
+
+
+def _existing_pools() -> list[str]:
+    """Return the pools. The daemon's cache may also list pools of a killed run, whose files no longer exist."""
+    rows = [line.split() for line in _output_lines("zpool", "list", "-H", "-o", "name,health")]
+    return [name for name, health in rows if health != "FAULTED"]
 
 
 def _output_lines(*argv: str) -> list[str]:
