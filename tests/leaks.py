@@ -26,7 +26,6 @@ from tests.support import jail_world, session
 
 _GRACE_SECONDS = 30
 _TEMPORARY_LINK_PREFIX = "pytest"
-_ZPOOLS = ("zpool", "list", "-H", "-o", "name")
 
 
 @dataclass(frozen=True)
@@ -125,7 +124,7 @@ def _sweep(path: Path, mark: str, prefix: str) -> None:
             for address in _addresses("lo"):
                 if f" {address} " in rules:
                     _run_ignoring_errors("ip", "address", "delete", f"{address}/32", "dev", "lo")
-    if pools_to_destroy := [pool for pool in _output_lines(*_ZPOOLS) if pool.startswith(prefix)]:
+    if pools_to_destroy := [pool for pool in _health_by_pool() if pool.startswith(prefix)]:
         pools.destroy_pools(pools_to_destroy)
     for target in sorted(_mounts_below(_run_directories(path)), reverse=True):
         _run_ignoring_errors("umount", str(target))
@@ -201,9 +200,16 @@ def _addresses(link: str) -> list[str]:
 
 
 def _existing_pools() -> list[str]:
-    """Return the pools. The daemon's cache may also list pools of a killed run, whose files no longer exist."""
-    rows = [line.split() for line in _output_lines("zpool", "list", "-H", "-o", "name,health")]
-    return [name for name, health in rows if health != "FAULTED"]
+    """Return the pools, except faulted ones of other runs.
+
+    The cache of zfs-fuse also lists the pool of a killed run, whose file no longer exists.
+    """
+    own_prefix = f"t{session.run_id()}"
+    return [name for name, health in _health_by_pool().items() if health != "FAULTED" or name.startswith(own_prefix)]
+
+
+def _health_by_pool() -> dict[str, str]:
+    return dict(line.split() for line in _output_lines("zpool", "list", "-H", "-o", "name,health"))
 
 
 def _output_lines(*argv: str) -> list[str]:
