@@ -8,7 +8,7 @@ from collections.abc import Container, Iterable, Iterator
 from typing import Any
 
 from sandbox_gateway.errors import NameTaken, NotFound
-from sandbox_gateway.records import Mount, Record, Sandbox, Snapshot, SnapshotKind, Volume, VolumeSnapshot
+from sandbox_gateway.records import Mount, Record, Sandbox, SandboxState, Snapshot, SnapshotKind, Volume, VolumeSnapshot
 
 Trees = list[dict[str, Any]]
 
@@ -170,6 +170,9 @@ class Index:
     def snapshots_of(self, volume: Volume) -> list[VolumeSnapshot]:
         snapshots = [each for each in self.volume_snapshots.values() if each.volume == volume.id]
         return sorted(snapshots, key=lambda each: (each.created_at, each.id))
+
+    def running_sandboxes(self) -> list[Sandbox]:
+        return [each for each in self.sandboxes.values() if each.state is SandboxState.RUNNING]
 
     def mounts_of(self, volume: Volume) -> list[tuple[Sandbox, Mount]]:
         """Return the running and paused sandboxes that mount a volume, with their mounts of it."""

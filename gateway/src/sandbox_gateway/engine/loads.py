@@ -92,7 +92,9 @@ class Loads:
             for id in self._histories.keys() - self._index.sandboxes.keys():
                 del self._histories[id]
             try:
-                await self._measure(each for each in self._running() if not self._has_fresh_sample(each))
+                await self._measure(
+                    each for each in self._index.running_sandboxes() if not self._has_fresh_sample(each)
+                )
             except Exception as error:
                 self._log_failure(error)
             else:
@@ -113,7 +115,7 @@ class Loads:
     def current(self) -> Iterator[tuple[Sandbox, Sample]]:
         """Yield the running sandboxes that were measured recently, with their newest samples."""
         oldest = time.time() - _MAX_AGE_SECONDS
-        for sandbox in self._running():
+        for sandbox in self._index.running_sandboxes():
             newest = self._newest(sandbox)
             if newest is not None and newest.at >= oldest:
                 yield sandbox, newest
@@ -125,9 +127,6 @@ class Loads:
     def _has_fresh_sample(self, sandbox: Sandbox) -> bool:
         newest = self._newest(sandbox)
         return newest is not None and abs(time.time() - newest.at) < _MIN_INTERVAL_SECONDS
-
-    def _running(self) -> list[Sandbox]:
-        return [each for each in self._index.sandboxes.values() if each.state is SandboxState.RUNNING]
 
     async def _measure(self, sandboxes: Iterable[Sandbox]) -> None:
         sandboxes = list(sandboxes)

@@ -18,7 +18,7 @@ from sandbox_gateway.engine.locking import Locking
 from sandbox_gateway.errors import GatewayError, NoSpace
 from sandbox_gateway.hosts.base import Room
 from sandbox_gateway.log import Logger
-from sandbox_gateway.records import Sandbox, SandboxState
+from sandbox_gateway.records import Sandbox
 
 _MIB = 1 << 20
 _MACHINE_MB = 64
@@ -64,7 +64,7 @@ class RoomKeeper:
     async def report(self) -> RoomReport:
         sandboxes, volumes = self._index.sandboxes.values(), self._index.volumes.values()
         disks = [*(each.resources.disk_mb for each in sandboxes), *(each.size_mb for each in volumes)]
-        running = [each.resources.memory_mb for each in sandboxes if each.state is SandboxState.RUNNING]
+        running = [each.resources.memory_mb for each in self._index.running_sandboxes()]
         stalled = sorted(self._stalled & self._index.sandboxes.keys())
         return RoomReport(await self._host.room(), sum(disks) * _MIB, sum(running) * _MIB, stalled)
 
@@ -91,21 +91,18 @@ class RoomKeeper:
         """Raise NoSpace if a capture of ``sandbox`` could fill the host."""
         room = await self._host.room()
         needed = sandbox.resources.memory_mb * _MIB if memory else 0
-        if needed and not self._has_disk_space(room, needed):
+        if needed and not self.has_disk_space(room, needed):
             # A capture writes at most the memory that the machine really uses, which takes longer to find out.
             needed = min(needed, (await self._host.usage(sandbox)).memory_bytes)
         self._require_disk_space(room, needed, f"a capture of {sandbox.name}")
 
-    def has_disk_space(self, room: Room) -> bool:
-        """Return whether the disk has more free space than the reserve."""
-        return self._has_disk_space(room, 0)
-
-    def _has_disk_space(self, room: Room, needed: int) -> bool:
+    def has_disk_space(self, room: Room, needed: int = 0) -> bool:
+        """Return whether the disk keeps its reserve of free space if ``needed`` bytes are written."""
         reserve = self._limits.free_disk_mb * _MIB
         return not reserve or room.disk_free - needed >= reserve
 
     def _require_disk_space(self, room: Room, needed: int, what: str) -> None:
-        if not self._has_disk_space(room, needed):
+        if not self.has_disk_space(room, needed):
             size = f" (up to {-(-needed // _MIB)} MiB)" if needed else ""
             raise NoSpace(
                 f"{what}{size} would leave less than {self._limits.free_disk_mb} MiB of disk space free: the host has "
@@ -138,7 +135,7 @@ class RoomKeeper:
 
     def _publish_changes(self, instances: set[str]) -> None:
         """Publish which machines have stalled or continued since the last check."""
-        running = [each for each in self._index.sandboxes.values() if each.state is SandboxState.RUNNING]
+        running = self._index.running_sandboxes()
         stalled = {each.id for each in running if each.instance in instances}
         for id in stalled - self._stalled:
             log.warning("sandbox stalled", sandbox=id, reason="no space left on the disk")
