@@ -89,7 +89,9 @@ def _parse_options() -> argparse.Namespace:
     parser.add_argument(
         "--json", type=Path, metavar="FILE", help="write all samples to FILE (see benchmarks/README.md)"
     )
-    parser.add_argument("--plot", type=Path, metavar="FILE", help="draw the results of pause, fork and memory as SVG")
+    parser.add_argument(
+        "--plot", type=Path, metavar="FILE", help="draw the results of pause, fork, memory, scale and rivals as SVG"
+    )
     parser.add_argument("--quick", action="store_true", help="run few rounds, to check that the benches work")
     parser.add_argument("names", nargs="*", metavar="NAME", help="benches to run (default: all)")
     options = parser.parse_args()

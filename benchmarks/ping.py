@@ -14,6 +14,7 @@ import struct
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 from types import TracebackType
 
@@ -32,15 +33,21 @@ class Answer:
 
 
 class Ping:
-    """Sends a ping every millisecond inside this context. Afterwards, ``answers`` contains the answers."""
+    """Sends a ping every millisecond inside this context. Afterwards, ``answers`` contains the answers.
 
-    def __init__(self, address: str) -> None:
+    ``prefix``: words that make a command run in the network of ``address``.
+    """
+
+    def __init__(self, address: str, *, prefix: Sequence[str] = ()) -> None:
         self._address = address
+        self._prefix = prefix
         self.answers: list[Answer] = []
 
     def __enter__(self) -> Ping:
         self._process = subprocess.Popen(
-            [sys.executable, "-m", "benchmarks.ping", self._address], stdin=subprocess.PIPE, stdout=subprocess.PIPE
+            [*self._prefix, sys.executable, "-m", "benchmarks.ping", self._address],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
         )
         assert self._process.stdout is not None
         if not self._process.stdout.readline():

@@ -1,4 +1,4 @@
-"""Plot the main results: the pause of a capture, the duration of a fork, and the gateway's memory."""
+"""Plot the main results: pauses of captures, durations of forks, the gateway's memory and scale, and the rivals."""
 
 from __future__ import annotations
 
@@ -6,6 +6,9 @@ import importlib.util
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+from benchmarks.report import format_amount
+from benchmarks.rivals.table import MACHINES, PLAYBOOKS
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -43,8 +46,10 @@ def draw(document: dict[str, Any], target: Path) -> None:
 
     benches = [(name, document["benches"][name]["measures"]) for name in _PLOTTERS if name in document["benches"]]
     with mpl.rc_context(_SETTINGS):
-        figure = Figure(figsize=(5.8 * len(benches), 6.4), layout="constrained")
-        axes = figure.subplots(2, len(benches), squeeze=False, height_ratios=(5, 1))
+        widths = [_WIDTHS.get(name, 5.8) for name, _ in benches]
+        figure = Figure(figsize=(sum(widths), 6.4), layout="constrained")
+        lower_height = 1 if _BENCHES_WITH_LOWER_PLOT & {name for name, _ in benches} else 0.01
+        axes = figure.subplots(2, len(benches), squeeze=False, height_ratios=(5, lower_height), width_ratios=widths)
         for column, (name, measures) in enumerate(benches):
             _PLOTTERS[name](axes[0][column], axes[1][column], measures)
         figure.text(0.005, -0.02, _caption(document), color=_MUTED, fontsize=8, va="top")
@@ -90,7 +95,94 @@ def _draw_memory(above: Axes, below: Axes, measures: dict[str, Any]) -> None:
     below.set_visible(False)
 
 
-_PLOTTERS = {"pause": _draw_pause, "fork": _draw_fork, "memory": _draw_memory}
+def _draw_scale(above: Axes, below: Axes, measures: dict[str, Any]) -> None:
+    """Draw the medians by the number of snapshots. Both axes of the upper plot are logarithmic."""
+    sizes = sorted(int(key.removeprefix("start_")) for key in measures if key.startswith("start_"))
+    above.set_title("The gateway with many snapshots")
+    for key, colour, label in (
+        ("floor_start", _FLOOR_COLOUR, "floor of a start: read and parse the manifests"),
+        ("start", _MAIN_COLOUR, "start"),
+        ("floor_request", _PARTS[6], "floor of a request: an empty list"),
+        ("page", _SECOND_COLOUR, "list 100 snapshots"),
+        ("show", _RETURNED_COLOUR, "show a snapshot, by name"),
+        ("lineage", _PARTS[4], "whole lineage"),
+    ):
+        medians = [measures[f"{key}_{size}"]["p50"] for size in sizes]
+        above.plot(sizes, medians, "o-", color=colour, linewidth=2, markersize=4, label=f"{label} ({medians[-1]:.3g})")
+    above.set_xscale("log")
+    above.set_yscale("log")
+    above.set_xlabel("snapshots, with a stopped sandbox for every fifth")
+    above.set_ylabel("milliseconds, median")
+    _draw_frame(above)
+    memory = [measures[f"memory_{size}"]["p50"] / (1 << 20) for size in sizes]
+    below.plot(sizes, memory, "o-", color=_MAIN_COLOUR, linewidth=2, markersize=4)
+    below.set_title(f"Resident memory after the start, MiB (at the end {memory[-1]:.0f})", fontsize=9)
+    below.set_xscale("log")
+    below.set_ylim(0, 1.2 * max(memory))
+    below.grid(color=_GRID, linewidth=0.8)
+    below.spines[["top", "right"]].set_visible(False)
+
+
+def _draw_rivals(above: Axes, below: Axes, measures: dict[str, Any]) -> None:
+    """Draw a bar for each operation of each rival, on a logarithmic axis."""
+    above.set_title("Snapshot, fork and rollback with other tools: medians (number of samples)")
+    position, ticks = 0.0, []
+    for columns, prefix in ((MACHINES, ""), (PLAYBOOKS, "playbook: ")):
+        for operation, title in _RIVAL_OPERATIONS.items():
+            bars = [(column, measures.get(f"{column}_{operation}")) for column in columns]
+            if not any(measure for _, measure in bars):
+                continue
+            ticks.append((position + (len(bars) - 1) / 2, f"{prefix}{title}"))
+            for column, measure in bars:
+                value, label = _RIVAL_AXIS_START, "not offered"
+                if measure and measure["n"]:
+                    value, label = measure["p50"], f"{format_amount(measure['p50'], 'ms')} ({measure['n']})"
+                    above.barh([position], [value], color=_RIVAL_COLOURS[column], height=0.85)
+                above.text(value, position, f" {label}", fontsize=6, va="center", color=_MUTED)
+                position += 1
+            position += 1
+    titles = MACHINES | {column: f"playbook: {title}" for column, title in PLAYBOOKS.items()}
+    for column, title in titles.items():
+        above.barh([0], [0], color=_RIVAL_COLOURS[column], label=title.replace("`", ""))
+    above.set_xscale("log")
+    above.xaxis.set_major_formatter("{x:,.0f}")
+    medians = [measure["p50"] for measure in measures.values() if measure["n"] and measure["unit"] == "ms"]
+    above.set_xlim(_RIVAL_AXIS_START, 4 * max(medians))
+    above.set_ylim(position - 0.5, -1)
+    above.set_yticks([middle for middle, _ in ticks], [label for _, label in ticks])
+    above.set_xlabel("milliseconds, logarithmic")
+    _draw_frame(above)
+    above.grid(visible=False, axis="y")
+    above.legend(loc="upper left", bbox_to_anchor=(-0.02, -0.1), ncols=2, **_LEGEND)
+    below.set_visible(False)
+
+
+_RIVAL_AXIS_START = 1.0
+_RIVAL_OPERATIONS = {
+    "snapshot": "snapshot",
+    "pause": "pause of the source",
+    "fork_1": "one fork",
+    "fork_10": "ten forks",
+    "rollback": "rollback",
+}
+_RIVAL_COLOURS = {
+    "ours": _MAIN_COLOUR,
+    "virsh_save": _FLOOR_COLOUR,
+    "savevm": "#7fd1c4",
+    "virsh_internal": "#c4a7ec",
+    "virsh_external": "#e08c1a",
+    "our_play": _MAIN_COLOUR,
+    "hand_play": _FLOOR_COLOUR,
+}
+_WIDTHS = {"rivals": 9.0}
+_BENCHES_WITH_LOWER_PLOT = {"pause", "fork", "scale"}
+_PLOTTERS = {
+    "pause": _draw_pause,
+    "fork": _draw_fork,
+    "memory": _draw_memory,
+    "scale": _draw_scale,
+    "rivals": _draw_rivals,
+}
 PLOTTED_BENCHES = frozenset(_PLOTTERS)
 """The names of the benches that can be drawn."""
 
@@ -144,17 +236,22 @@ def _draw_parts(axes: Axes, measures: dict[str, Any], key: str) -> None:
 
 def _caption(document: dict[str, Any]) -> str:
     machine = document["machine"]
-    counts = [
+    scale = document["benches"].get("scale")
+    counts = [f"{scale['settings']['starts']} starts and {scale['settings']['rounds']} requests"] if scale else []
+    counts += [
         f"{len(document['benches'][name]['measures'][key]['samples'])} {noun}"
         for name, key, noun in (
             ("pause", "pause", "captures"),
             ("fork", "answered", "forks"),
             ("memory", "now", "rounds"),
+            ("rivals", "ours_snapshot", "snapshots of this software"),
         )
         if name in document["benches"]
     ]
-    accelerator = {"tcg": "TCG (every instruction emulated)", "kvm": "KVM"}[machine["accelerator"]]
+    accelerator = {"tcg": "TCG (every instruction emulated)", "kvm": "KVM"}.get(machine["accelerator"])
+    # Benches without machines do not know QEMU.
+    emulator = f"QEMU {machine['qemu']} with {accelerator}, " if accelerator else ""
     return (
-        f"{', '.join(counts)}; QEMU {machine['qemu']} with {accelerator}, {machine['cpus']} CPUs, "
+        f"{', '.join(counts)}; {emulator}{machine['cpus']} CPUs, "
         f"Linux {'.'.join(machine['kernel'].split('.')[:2])}; {document['started_at'][:10]}"
     )

@@ -57,7 +57,7 @@ class RawMachine:
         self._spec = spec
         self._state = state
         self._log = files.run / "qemu.log"
-        self._monitor: _Monitor | None = None
+        self._monitor: Monitor | None = None
         self._line: socket.socket | None = None
         self._process: subprocess.Popen[bytes] | None = None
 
@@ -72,7 +72,7 @@ class RawMachine:
         ``stepwise``: load the state with a separate command after QEMU has answered, to time both steps separately.
         """
         with self._running(deferred=stepwise) as (start_time, address, state):
-            self._monitor = monitor = _Monitor(address)
+            self._monitor = monitor = Monitor(address)
             monitor.execute("qmp_capabilities")
             status = monitor.execute("query-status")
             answer_time = time.perf_counter()
@@ -87,7 +87,7 @@ class RawMachine:
     def start_without_guest(self) -> None:
         """Start QEMU without loading a state, so that no guest runs."""
         with self._running(deferred=True) as (_, address, _):
-            self._monitor = _Monitor(address)
+            self._monitor = Monitor(address)
             self._monitor.execute("qmp_capabilities")
 
     def start_and_ping(self) -> float:
@@ -108,7 +108,7 @@ class RawMachine:
     def start_paused(self) -> None:
         """Start QEMU, load the state, and leave the guest paused."""
         with self._running(deferred=False, hold=True) as (_, address, _):
-            self._monitor = _Monitor(address)
+            self._monitor = Monitor(address)
             self._monitor.execute("qmp_capabilities")
             while self._monitor.execute("query-status")["status"] == "inmigrate":
                 time.sleep(_RETRY_SECONDS)
@@ -267,7 +267,7 @@ class RawQemu:
         for machine in self._machines[:count]:
             machine.end()
             machine.files.disk.unlink()
-            reflink.clone(self._source / "rootfs.img", machine.files.disk)
+            reflink.clone(self._source.disk, machine.files.disk)
         return self._machines[:count]
 
     def start_concurrently(self, count: int, concurrency: int) -> float:
@@ -284,9 +284,10 @@ class RawQemu:
         files = Instance(self._directory / str(number))
         files.directory.mkdir(mode=0o711)
         files.run.mkdir(mode=0o700)
-        reflink.clone(self._source / "rootfs.img", files.disk)
-        for target, name in ((files.kernel, "kernel"), (files.initrd, "initrd"), (files.memory, "memory.img")):
-            target.hardlink_to(self._source / name)
+        reflink.clone(self._source.disk, files.disk)
+        files.kernel.hardlink_to(self._source.kernel)
+        files.initrd.hardlink_to(self._source.initrd)
+        files.memory.hardlink_to(self._source.memory)
         kvm_xfs = self._live.config.kvm_xfs
         spec = MachineSpec(
             label=f"{self._prefix}-{slot.number}-raw",
@@ -300,10 +301,10 @@ class RawQemu:
             uid=self._uid_base + slot.number if self._uid_base else 0,
             generation=str(uuid.uuid4()),
         )
-        return RawMachine(files, spec, slot, self._source / "device.state")
+        return RawMachine(files, spec, slot, self._source.device_state)
 
 
-class _Monitor:
+class Monitor:
     """A minimal QMP client over a plain socket, one command at a time."""
 
     def __init__(self, address: str) -> None:

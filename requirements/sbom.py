@@ -1,7 +1,7 @@
 """Print the software bill of materials of a host's gateway as CycloneDX JSON, from the pins and package metadata.
 
-`sbom.py DIRECTORY`: DIRECTORY contains the installed pinned packages, whose metadata states their licences and
-dependencies. The output has neither a timestamp nor a serial number, so it is reproducible.
+`sbom.py DIRECTORY`: DIRECTORY contains the installed pinned packages, which state their licences and dependencies. The
+output has neither a timestamp nor a serial number, so it is reproducible.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ GATEWAY_NAME = "sandbox-gateway"
 
 @dataclass(frozen=True)
 class Pin:
-    """A package in a pin file. ``marker``: the environments in which to install it; "" means all."""
+    """A package in a pin file. ``marker``: the environments in which to install it; "" for all."""
 
     name: str
     version: str
@@ -78,7 +78,7 @@ def spdx_licensing() -> Licensing:
 
 
 def licences_of(package: Distribution) -> list[dict[str, Any]]:
-    """Return the SPDX expression in the metadata or, if there is none, the licence names in the classifiers."""
+    """Return the SPDX expression in the metadata; if there is none, the licence names from the classifiers."""
     for field in ("License-Expression", "License"):
         expression = (package.metadata.get_all(field) or [""])[0]
         if expression and not spdx_licensing().validate(expression).errors:
@@ -104,7 +104,7 @@ def build_component(pin: Pin, scope: str, package: Distribution) -> dict[str, An
 
 
 def find_references(requirements: Iterable[str], pins: dict[str, Pin]) -> list[str]:
-    """Return the sorted references of the pins that ``requirements`` name for a supported host."""
+    """Return the sorted references of the pins that satisfy ``requirements``."""
     parsed = [Requirement(requirement) for requirement in requirements]
     names = {canonicalize_name(requirement.name) for requirement in parsed if is_for_any_host(requirement.marker)}
     return sorted(pins[name].reference for name in names & pins.keys())

@@ -13,7 +13,9 @@ from benchmarks.benches.jail import JailZfs
 from benchmarks.benches.memory import Memory
 from benchmarks.benches.pause import Pause
 from benchmarks.benches.prewarm import Prewarm
+from benchmarks.benches.rivals import Rivals
 from benchmarks.benches.rollback import Rollback
+from benchmarks.benches.scale import Scale
 from benchmarks.benches.sdk import Sdk
 from benchmarks.benches.tasks import Tasks
 from benchmarks.measure import Bench
@@ -29,8 +31,10 @@ BENCHES: tuple[Bench, ...] = (
     Http(),
     Cli(),
     Memory(),
+    Scale(),
     Sdk(),
     JailZfs(),
     Tasks(),
     Connection(),
+    Rivals(),
 )

@@ -201,7 +201,7 @@ def _time_smallest_capture(machine: RawMachine, host: KvmXfs) -> float:
 def _count_changed_bytes(host: KvmXfs, previous: Snapshot, snapshot: Snapshot) -> float:
     """Return how many bytes of pages differ between two snapshots. Reads only blocks that they do not share."""
     layout = Layout(host.config.host.state_root)
-    old_image, new_image = (layout.snapshot(each) / "memory.img" for each in (previous, snapshot))
+    old_image, new_image = (layout.snapshot(each).memory for each in (previous, snapshot))
     ranges = sorted(_unshared_ranges(old_image) | _unshared_ranges(new_image))
     page_count = 0
     with old_image.open("rb") as old, new_image.open("rb") as new:

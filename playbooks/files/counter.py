@@ -1,12 +1,12 @@
 """Start a counter that exists only in memory, unless it is already running, and print its status.
 
-The counter sends its status as JSON to every client that connects to its port:
+The counter sends its status to each connection to its port, as JSON:
     value     the count, which grows by two per second
-    mark      a random value chosen at startup: counters with the same mark are copies of one process
-    history   a stamp for each of the first counts, computed from clock jitter: two copies have the same stamps up to
+    mark      a random value, chosen at the start: equal marks belong to copies of one process
+    history   a stamp for each of its first counts, computed from clock jitter: two copies have the same stamps up to
               the count at which they were forked, and different ones afterwards
-    files     the names of the notes on the disk
-    shared    the names of the notes in the volume
+    files     names of the notes on the disk
+    shared    names of the notes in the volume
 """
 
 import json
@@ -38,7 +38,7 @@ def read_status():
 
 
 def start():
-    """Start the counter in the background. When this function returns, the counter accepts connections."""
+    """Start the counter in the background. It accepts connections when this function returns."""
     listener = socket.create_server(ADDRESS)
     if os.fork():
         return

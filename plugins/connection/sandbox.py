@@ -181,7 +181,7 @@ _MAX_ESCALATION_OUTPUT_BYTES = 1 << 20
 class Unreachable(AnsibleConnectionFailure):
     """The host is unreachable.
 
-    The message is marked as unsafe, because it may quote text from the sandbox, which Ansible must not evaluate.
+    The message is marked as unsafe, because it may quote the sandbox and Ansible must not evaluate it.
     """
 
     def __str__(self) -> str:
@@ -218,7 +218,7 @@ class Connection(ConnectionBase):
         super().update_vars(variables)
 
     def _connect(self) -> Connection:
-        """Create the channel, which connects on the first request."""
+        """Create the channel, which connects at the first request."""
         if self._channel is None:
             try:
                 self._channel = self._new_channel()
@@ -254,13 +254,13 @@ class Connection(ConnectionBase):
         ]
 
     def _operator_settings(self) -> dict[str, Any]:
-        """Return this plugin's options as the operator set them, regardless of task results. Raises Failure."""
+        """Return this plugin's options as the operator set them, independent of task results. Raises Failure."""
         if self._settings is None:
             self._settings = self._compute_options(self._operator_values())
         return self._settings
 
     def _compute_options(self, values: dict[str, Any]) -> dict[str, Any]:
-        """Compute this plugin's options from ``values``, a mapping of variables."""
+        """Return this plugin's options, computed with ``values`` as its variables."""
         options: dict[str, Any] = C.config.get_plugin_options("connection", self._load_name, variables=values)
         return options
 
@@ -303,7 +303,7 @@ class Connection(ConnectionBase):
         }
 
     def exec_command(self, cmd: str, in_data: bytes | None = None, sudoable: bool = True) -> tuple[int, bytes, bytes]:
-        """Run a command. Returns (exit code, stdout, stderr); exit code 128 + n means that signal n killed it."""
+        """Run a command. Returns (exit code, stdout, stderr); the code is 128 + n if signal n killed the command."""
         super().exec_command(cmd, in_data=in_data, sudoable=sudoable)
         display.vvv(make_printable(f"EXEC {cmd}"), host=self._sandbox)
         escalation = _Escalation(self.become, self._sandbox, self.get_option("gateway_timeout")) if sudoable else None
@@ -445,7 +445,7 @@ class _Escalation:
     def strip_prompt(self, output: bytes) -> bytes:
         """Return the output that follows the password prompt and its line break.
 
-        Call it after the command has exited, because stdout and stderr can arrive in any order.
+        Call it after the command has exited, because the two streams can arrive in any order.
         """
         if self._answered_at is None:
             return output

@@ -228,7 +228,7 @@ class InventoryModule(BaseInventoryPlugin, Constructable, Cacheable):
         return sources
 
     def _evaluate(self, value: Any) -> str:
-        """Decrypt a value from the inventory file, or evaluate its template. The file is as trusted as a play."""
+        """Decrypt a value of the inventory file, or evaluate its template. The file is trusted as a play is."""
         return str(self.templar.template(value)) if isinstance(value, str) else str(value or "")
 
     def _find_sandboxes(self, sources: list[_Source], cache_key: str, cache: bool) -> dict[str, list[dict[str, Any]]]:

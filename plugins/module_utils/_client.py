@@ -2,7 +2,7 @@
 # GNU General Public License v3.0+ (see COPYING or https://www.gnu.org/licenses/gpl-3.0.txt)
 # SPDX-License-Identifier: GPL-3.0-or-later
 
-"""HTTP client for the gateway, over a unix socket or http(s). Uses only the standard library."""
+"""HTTP client of the gateway, over a unix socket or http(s). Uses only the standard library."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ LOOPBACK = re.compile(r"localhost|.*\.localhost|127(\.\d{1,3}){3}|::1|0\.0\.0\.0
 
 
 class Response:
-    """A response from the gateway. ``data`` is the decoded JSON body, or None if the body is empty."""
+    """A response of the gateway. ``data`` is the decoded JSON body, or None if the body is empty."""
 
     def __init__(self, status: int, data: Any, headers: Any) -> None:
         self.status = status
@@ -61,7 +61,7 @@ class Address:
 
     @property
     def is_local(self) -> bool:
-        """Whether the address is a unix socket or loopback address, which leads to another gateway on each machine."""
+        """Whether the address is a unix socket or a loopback address, which is a different gateway on each machine."""
         return bool(self.socket) or LOOPBACK.fullmatch(self.host) is not None
 
 
@@ -87,8 +87,8 @@ class _UnixConnection(http.client.HTTPConnection):
 class Client:
     """Calls one gateway. Every method can raise Failure, whose message never contains the token.
 
-    ``timeout`` is the time limit for one response, in seconds. The client also keeps retrying a request for this long
-    while the gateway reports that it is busy.
+    ``timeout`` is the time limit for one response in seconds. The client also retries a request for this long while
+    the gateway reports that it is busy.
     """
 
     def __init__(

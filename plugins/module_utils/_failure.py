@@ -25,10 +25,10 @@ def make_printable(text: str) -> str:
 
 
 class Failure(Exception):
-    """A refusal or an error: the message, a stable identifier (``kind``), and the resources that caused it.
+    """A refusal or an error: the message, a stable identifier (``kind``), and the resources that cause it.
 
     The constructor removes control characters and truncates the message. ``status`` is the HTTP status of the
-    gateway's response, or None if there was no response.
+    gateway's response, or None without a response.
     """
 
     def __init__(
@@ -63,7 +63,7 @@ def join_failures(failures: dict[str, Failure], total: int) -> Failure:
 def explaining_removal(kind: str, ref: str, ident: str) -> Iterator[None]:
     """Replace a "not found" error about ``ident`` with one that names the resource as the user did.
 
-    Use it around requests for a resource that existed when the task was planned.
+    Use it around requests that need a resource that existed when the task was planned.
     """
     try:
         yield

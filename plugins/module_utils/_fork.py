@@ -122,9 +122,9 @@ class CurrentState:
     """The current state.
 
     ``resources`` holds all siblings, and other sandboxes with requested names. ``siblings`` holds the names of the
-    siblings. ``source`` is the shape of the snapshot or sandbox; it is None if the source no longer exists, which is
-    only allowed with ``absent``. ``volumes`` holds the gateway's volume entries by name. ``captures`` maps each volume
-    of the source to the id of its captured snapshot, or to an empty string if the clone request will capture it.
+    siblings. ``source`` is the shape of the snapshot or sandbox; it is None if the source no longer exists, which only
+    ``absent`` accepts. ``volumes`` holds the gateway's entries by name. ``captures`` maps each volume of the source to
+    the id of its captured snapshot, or to an empty string if the clone request will capture it.
     """
 
     resources: Mapping[str, Mapping[str, Any]]
@@ -225,7 +225,7 @@ def _find_siblings(
 ) -> frozenset[str]:
     """Return the names of all forks of the snapshot, or of all clones of the sandbox.
 
-    The clones are those children of the sandbox that were forked from snapshots the gateway does not list.
+    A clone is a child of the sandbox that was forked from a snapshot that the gateway does not list.
     """
     if want.source_kind == "snapshot":
         return frozenset(shape["name"] for shape in all_sandboxes if shape["forked_from"] == source["id"])
@@ -431,7 +431,7 @@ def _plan_changes(want: DesiredState, have: CurrentState, name: str, current: Ma
 
 
 def _matches_request(want: DesiredState, current: Mapping[str, Any]) -> bool:
-    """Return whether the sibling needs no change. Creates no views, which would be slow for a hundred siblings."""
+    """Return whether the sibling needs no change. Does not create views, which would be slow for a hundred siblings."""
     state = "paused" if want.paused else "running"
     has_same_lifetime = want.timeout is None or not lifetime_differs(want.timeout, lifetime(current))
     return (
@@ -455,7 +455,7 @@ def _resolve_mounts(want: DesiredState, have: CurrentState, current: Mapping[str
 
 
 def _plan_surplus_removal(want: DesiredState, have: CurrentState) -> list[Action]:
-    """Plan the removal of surplus siblings; with a prefix, only of those named with the prefix and a number."""
+    """Plan the removal of surplus siblings. With a prefix, these are only siblings named by the prefix and a number."""
     if not want.exact:
         return []
     pattern = re.compile(re.escape(want.prefix) + r"-[1-9]\d*" if want.prefix else r".*")
@@ -471,7 +471,7 @@ def _natural_sort_key(name: str) -> tuple[str, int, str]:
 def apply(action: Action, client: Client) -> dict[str, Failure]:
     """Carry out one action. Raises Failure.
 
-    If only some forks of a non-atomic request fail, returns their failures by name.
+    If only some forks of a request that is not atomic fail, returns their failures by name.
     """
     if action.verb not in ("fork", "clone"):
         apply_to_sandbox(action, client)

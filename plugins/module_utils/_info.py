@@ -31,10 +31,10 @@ _NAME_OPTION = {"name": {"type": "list", "elements": "str", "aliases": ["names"]
 
 @dataclass(frozen=True)
 class Listing:
-    """Lists the resources of one kind.
+    """Lists one kind of resource.
 
-    ``plural`` is both the path of the gateway's list and the key of the result. ``ident`` is the gateway's name for
-    the id field. ``options`` are the module options that select entries. ``queries`` maps them to query parameters.
+    ``plural`` is both the path of the gateway's list and the key of the result. ``ident`` is the gateway's field for
+    the id. ``options`` are the module options that select entries. ``queries`` maps them to query parameters.
     """
 
     plural: str

@@ -44,7 +44,7 @@ class Mount:
         return {"name": self.volume, "path": self.path, "read_only": self.read_only}
 
     def request_fields(self) -> dict[str, Any]:
-        """Return the mount as fields of a request to the gateway."""
+        """Return the mount as the gateway's request fields."""
         body = {"name": self.volume, "path": self.path, "readOnly": self.read_only}
         return {**body, "clone": True} if self.clone else body
 

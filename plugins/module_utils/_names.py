@@ -16,10 +16,7 @@ _LIST_PATHS = {"sandbox": "/sandboxes", "snapshot": "/snapshots", "template": "/
 
 
 def find_taken_names(client: Client, names: Iterable[str], *, except_kind: str) -> dict[str, str]:
-    """Return those of ``names`` that are taken by other kinds of resources, mapped to the kind.
-
-    Sends no request if ``names`` is empty.
-    """
+    """Return which ``names`` belong to resources of other kinds, with the kinds. Sends no request without names."""
     requested = set(names)
     if not requested:
         return {}

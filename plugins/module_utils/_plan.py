@@ -38,7 +38,7 @@ _UNKNOWN_KEYS = {
 
 @dataclass(frozen=True)
 class Change:
-    """A change to one resource. ``before`` is None if it is created, ``after`` is None if it is removed."""
+    """A change of one resource. ``before`` is None if it is created, ``after`` is None if it is removed."""
 
     name: str
     before: Mapping[str, Any] | None
@@ -64,7 +64,7 @@ class Plan:
 
 
 class Planner:
-    """Builds a plan one resource at a time. A refused resource does not affect the actions for the others."""
+    """Builds a plan one resource at a time. A refused resource does not affect the actions of the others."""
 
     def __init__(self) -> None:
         self._actions: list[Action] = []
@@ -96,7 +96,7 @@ def diff(actions: Iterable[Action]) -> dict[str, dict[str, Any]]:
 
 
 def predict(shapes: Mapping[str, Mapping[str, Any]], actions: Iterable[Action]) -> dict[str, dict[str, Any]]:
-    """Return the expected shapes after ``actions``. Values unknown in advance (ids, dates, addresses) are None."""
+    """Return the expected shapes after ``actions``. Values that only a run creates (ids, dates, addresses) are None."""
     result = {name: dict(shape) for name, shape in shapes.items()}
     for action in actions:
         for change in action.changes:
@@ -152,7 +152,7 @@ def require_minimum(value: Any, minimum: int, option: str) -> Any:
 def normalize_networks(addresses: Iterable[str]) -> list[str]:
     """Return the addresses and networks in CIDR notation, sorted, so that equal sets compare equal.
 
-    Invalid entries are kept unchanged, because the gateway reports them.
+    Invalid entries stay unchanged, because the gateway reports them.
     """
     result = set()
     for address in addresses:

@@ -2,7 +2,7 @@
 # GNU General Public License v3.0+ (see COPYING or https://www.gnu.org/licenses/gpl-3.0.txt)
 # SPDX-License-Identifier: GPL-3.0-or-later
 
-"""Create the errors for requests that the gateway would refuse.
+"""Create the errors of requests that the gateway would refuse.
 
 Check mode only reads from the gateway, so plans must apply the gateway's rules. These messages name module options,
 whereas the gateway's messages name fields of its API.
@@ -35,7 +35,7 @@ def name_taken_error(name: str, kind: str) -> Failure:
 
 
 def in_use_error(kind: str, name: str, users: Mapping[str, Sequence[str]]) -> Failure:
-    """Return the error for a snapshot or template in use. ``users``: the users' names by kind of resource."""
+    """Return the error for a snapshot or template in use. ``users``: names by kind of resource."""
     users_text = " and ".join(
         f"{user_kind}s ({', '.join(names[:_MAX_NAMES])}{', …' if len(names) > _MAX_NAMES else ''})"
         for user_kind, names in users.items()
@@ -53,7 +53,7 @@ def template_building_error(name: str) -> Failure:
 
 
 def sizes_differ_error(source: str, sizes: Iterable[str]) -> Failure:
-    """Return the error for sizes unlike the source's. ``sizes``: each in the form "NAME CURRENT, not REQUESTED"."""
+    """Return the error for sizes that differ from the source's. ``sizes``: each as "NAME CURRENT, not REQUESTED"."""
     return Failure(
         f"{source!r} includes the memory of a machine with {' and '.join(sizes)}: do not change the sizes, "
         "or set cold_start: true to boot from its disk instead",

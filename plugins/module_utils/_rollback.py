@@ -54,7 +54,7 @@ RULES: dict[str, Any] = {}
 
 @dataclass(frozen=True)
 class DesiredState:
-    """The user's options. ``backups`` maps each sandbox to its backup's name; it is empty if none are requested."""
+    """The user's options. ``backups`` maps each sandbox to the name of its backup; it is empty without backups."""
 
     names: tuple[str, ...]
     snapshot: str

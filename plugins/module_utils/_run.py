@@ -25,8 +25,8 @@ def run(
 ) -> dict[str, Any]:
     """Make the changes that ``params`` request, or only predict them if ``check`` is set.
 
-    Returns the module's result. Errors that a user can cause are not raised, but reported in ``failed`` and
-    ``failure``. The result has a ``diff``, unless ``resource_kind`` is a Listing.
+    Returns the module's result. Errors that a user can cause are reported in ``failed`` and ``failure`` and do not
+    raise an exception. The result has a ``diff``, unless ``resource_kind`` is a Listing.
     """
     try:
         gateway_client = client or connect(params)
@@ -131,7 +131,8 @@ class _Run:
     def _outcomes(self, names: list[str]) -> list[dict[str, Any]]:
         """Return one outcome for each name.
 
-        To save memory, the list is empty if there was nothing to do: Ansible copies each result several times.
+        The list is empty if there was nothing to do. This saves memory, because Ansible copies each result several
+        times.
         """
         if not self.completed and not self.failures:
             return []
@@ -159,7 +160,7 @@ def _select_keys(shape: Mapping[str, Any], keys: tuple[str, ...]) -> dict[str, A
 
 
 def find_secrets(params: Mapping[str, Any]) -> tuple[str, ...]:
-    """Return the API key, and all environment values long enough not to match other text by chance."""
+    """Return the API key, and all environment values that are too long to match other text by chance."""
     values = [
         params.get("gateway_token"),
         *((params.get("env") or {}) if isinstance(params.get("env"), dict) else {}).values(),

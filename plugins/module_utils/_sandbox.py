@@ -199,7 +199,7 @@ def view(shape: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def lifetime(shape: Mapping[str, Any]) -> int:
-    """Return a sandbox's lifetime, the seconds from its creation to its end, or -1 if it is unlimited."""
+    """Return the seconds from a sandbox's creation to its end, or -1 if it is unlimited."""
     created_at, end = parse_time(shape["created_at"]), parse_time(shape["end_at"])
     return UNLIMITED if created_at is None or end is None else round((end - created_at).total_seconds())
 
@@ -271,7 +271,7 @@ def _plan_replacement(want: DesiredState, have: CurrentState, name: str, current
 
 
 def _new_view(want: DesiredState, name: str, source: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the view of a new sandbox, without ``timeout`` if the gateway's configuration determines it."""
+    """Return the view of a new sandbox. It has no ``timeout`` if the gateway's configuration decides it."""
     after: dict[str, Any] = {
         "name": name,
         "state": "paused" if want.state == "paused" else "running",
@@ -327,7 +327,7 @@ def check_mounts(mounts: tuple[Mount, ...] | None, source: Mapping[str, Any], vo
 
 
 def size_fields(sizes: Mapping[str, int]) -> dict[str, int]:
-    """Return the sizes as fields of a request to the gateway."""
+    """Return the sizes as the gateway's request fields."""
     names = {"cpus": "cpuCount", "memory_mb": "memoryMB", "disk_mb": "diskSizeMB"}
     return {names[key]: value for key, value in sizes.items()}
 
@@ -400,7 +400,7 @@ def view_after(actions: list[Action], before: Mapping[str, Any]) -> Mapping[str,
 
 
 def lifetime_differs(timeout: int | None, lifetime: int) -> bool:
-    """Return whether the lifetime differs from the requested ``timeout``; False if that is None."""
+    """Return whether the lifetime differs from the requested ``timeout``, which is None if the user set none."""
     if timeout is None:
         return False
     if UNLIMITED in (timeout, lifetime):
@@ -409,9 +409,9 @@ def lifetime_differs(timeout: int | None, lifetime: int) -> bool:
 
 
 def lifetime_end(timeout: int | None, name: str, current: Mapping[str, Any], clock: datetime) -> datetime | None:
-    """Return when ``timeout`` seconds have passed since the sandbox's creation, or None for an unlimited lifetime.
+    """Return the end of a lifetime of ``timeout`` seconds from the sandbox's creation, or None if it is unlimited.
 
-    Raises Failure if that time is not in the future.
+    Raises Failure if that time has already passed.
     """
     created_at = parse_time(current["created_at"])
     if timeout in (None, UNLIMITED) or created_at is None:
@@ -476,8 +476,8 @@ def _remaining_seconds(end: datetime | None, client: Client) -> int:
 def replace(client: Client, old: list[tuple[str, str, str]], create: Any) -> Any:
     """Rename the ``old`` sandboxes, create their replacements with ``create()``, then remove the old sandboxes.
 
-    ``old`` lists (id, name, temporary name). If renaming or ``create`` fails, the old sandboxes get their names back.
-    Returns the result of ``create``.
+    ``old`` lists (id, name, temporary name). On failure, the old sandboxes get their names back. Returns the result of
+    ``create``.
     """
     renamed = []
     try:

@@ -45,6 +45,7 @@ SNAPSHOT_KEYS = (
     "parent_snapshot_id",
     "origin_id",
     "memory",
+    "memory_problem",
     "memory_bytes_written",
     "disk_bytes_unique",
     "pause_ms",
@@ -70,6 +71,7 @@ TEMPLATE_KEYS = (
     "outdated",
     "recipe",
     "memory",
+    "memory_problem",
     "cpus",
     "memory_mb",
     "disk_mb",
@@ -158,6 +160,7 @@ def snapshot_shape(snapshot: dict[str, Any]) -> dict[str, Any]:
         "parent_snapshot_id": snapshot.get("parentSnapshotID") or "",
         "origin_id": snapshot.get("originID") or "",
         "memory": snapshot.get("memory"),
+        "memory_problem": snapshot.get("memoryProblem") or "",
         "memory_bytes_written": snapshot.get("memoryBytesWritten"),
         "disk_bytes_unique": snapshot.get("diskBytesUnique"),
         "pause_ms": snapshot.get("pauseMs"),
@@ -188,6 +191,7 @@ def template_shape(template: dict[str, Any]) -> dict[str, Any]:
         "outdated": template.get("outdated"),
         "recipe": {option: recipe[field] for option, field in RECIPE_FIELDS.items() if field in recipe},
         "memory": template.get("memory"),
+        "memory_problem": template.get("memoryProblem") or "",
         "cpus": template.get("cpuCount"),
         "memory_mb": template.get("memoryMB"),
         "disk_mb": template.get("diskSizeMB"),
@@ -226,7 +230,7 @@ def volume_shape(volume: dict[str, Any], snapshots: Iterable[dict[str, Any]]) ->
 
 
 def _prewarm_target(snapshot: dict[str, Any]) -> int:
-    """Return the number of forks to keep ready, or 0 if the gateway's response does not contain it."""
+    """Return the number of forks to keep ready, which is 0 if the gateway's response does not contain it."""
     target: int = (snapshot.get("prewarm") or {}).get("target", 0)
     return target
 
@@ -246,10 +250,7 @@ def _mounts_shape(resource: dict[str, Any]) -> list[dict[str, Any]]:
 
 
 def parse_time(text: str | None) -> datetime | None:
-    """Parse an RFC 3339 time, ignoring fractions of a second.
-
-    Returns None if there is no time, or if the year is 9999 (never).
-    """
+    """Parse an RFC 3339 time, without fractions of a second. Returns None if there is no time, or for 9999 (never)."""
     match = re.match(r"(\d{4})-(\d\d)-(\d\d)T(\d\d):(\d\d):(\d\d)", text or "")
     if match is None or match.group(1) == "9999":
         return None

@@ -114,7 +114,7 @@ def desired_state(params: Mapping[str, Any]) -> DesiredState:
 
 
 def _retention_fields(option: Mapping[str, Any] | None) -> dict[str, int] | None:
-    """Return the retention rule as fields of a request to the gateway."""
+    """Return the retention rule as the gateway's request fields."""
     if option is None:
         return None
     field_names = {"keep_last": "keepLast", "keep_daily": "keepDaily", "max_age": "maxAge"}
@@ -166,8 +166,8 @@ def find_snapshots(client: Client, refs: tuple[str, ...]) -> dict[str, dict[str,
 def find_users(client: Client, snapshots: Iterable[Mapping[str, Any]]) -> dict[str, Users]:
     """Return the resources that prevent the removal of ``snapshots`` or templates, by snapshot id and kind.
 
-    The gateway decides, because this depends on its host: cloned volumes, and sandboxes that were rolled back to the
-    snapshot, can be users too.
+    The gateway decides, because this depends on its host: users can also be cloned volumes, and sandboxes that were
+    rolled back to the snapshot.
     """
     users_by_id = {}
     for shape in snapshots:
@@ -266,7 +266,7 @@ def find_unchanged_snapshot(
 ) -> Mapping[str, Any] | None:
     """Return the sandbox's last snapshot if a new one would be the same, or None.
 
-    It would be the same if the file system has not changed and the last snapshot includes the requested volumes.
+    They are the same if the file system has not changed, and the last snapshot includes the requested volumes.
     """
     head = have.heads.get(sandbox["snapshot_id"])
     if head is None or head["source_sandbox_id"] != sandbox["id"] or sandbox["diverged"] is not False:

@@ -65,7 +65,7 @@ POLL_SECONDS = (0.1, 2.0)
 
 @dataclass(frozen=True)
 class DesiredState:
-    """The user's options. ``recipe`` maps the options of the recipe to their values, including defaults."""
+    """The user's options. ``recipe`` has the names of module options, with defaults for options that are not set."""
 
     names: tuple[str, ...]
     state: str
@@ -170,7 +170,7 @@ def _plan_removal(want: DesiredState, have: CurrentState, name: str, current: Ma
 
 
 def apply(action: Action, client: Client) -> dict[str, Failure]:
-    """Carry out one action. Raises Failure, whose message quotes the end of the log if a build failed."""
+    """Carry out one action. Raises Failure; for a failed build, its message quotes the end of the log."""
     request = action.request
     if action.verb == "build":
         template = client.post("/templates", dict(request["body"]))

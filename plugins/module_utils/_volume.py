@@ -347,12 +347,12 @@ class _VolumePlan:
 
 
 def _fixed_properties(entry: Mapping[str, Any]) -> tuple[str, str, bool]:
-    """Return the properties of an attachment that cannot change unless the volume is detached."""
+    """Return the properties of an attachment that can change only by detaching it."""
     return entry["sandbox_id"], entry["path"], entry["read_only"]
 
 
 def _check_matches(want: DesiredState, have: CurrentState, name: str, current: Mapping[str, Any]) -> None:
-    """Raise Failure if the volume was not created from the requested snapshot, unless the snapshot is gone."""
+    """Raise Failure if the volume was not created from the requested snapshot, unless that no longer exists."""
     if (
         want.source is not None
         and (have.source or {}).get("snapshotID", current["from_snapshot"]) != current["from_snapshot"]

@@ -181,6 +181,7 @@ snapshots:
     parent_snapshot_id: {description: The head of its source at the time of the capture., type: str}
     origin_id: {description: The first ancestor in its lineage., type: str}
     memory: {description: "How its memory was captured; V(none) if it has no memory.", type: str}
+    memory_problem: {description: "Why its memory cannot be restored now; empty if it can.", type: str}
     memory_bytes_written: {description: Bytes of memory that the capture wrote., type: int}
     disk_bytes_unique: {description: Bytes on the disk that only this snapshot uses., type: int}
     pause_ms: {description: How long the capture paused its source in milliseconds., type: float}

@@ -68,6 +68,7 @@ templates:
       type: bool
     recipe: {description: "Its recipe in canonical form, with the names of this module's options.", type: dict}
     memory: {description: How its memory was captured., type: str}
+    memory_problem: {description: "Why its memory cannot be restored now; empty if it can.", type: str}
     cpus: {description: Number of virtual CPUs of a sandbox created from the template., type: int}
     memory_mb: {description: Memory of a sandbox created from the template in MiB., type: int}
     disk_mb: {description: Size of its disk in MiB., type: int}

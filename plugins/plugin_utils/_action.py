@@ -35,7 +35,7 @@ DESTINATION_OPTIONS = ("gateway_url", "ca_path", "validate_certs")
 class GatewayAction(ActionBase):
     """Does the work of ``resource_kind`` in this process, or runs the module of the same name on the managed host.
 
-    Working in this process is much faster, but requires access to the module's gateway; see ``_can_run_in_process``.
+    Work in this process is much faster, but requires access to the module's gateway; see ``_can_run_in_process``.
     """
 
     resource_kind: ResourceKind
@@ -141,7 +141,7 @@ class GatewayAction(ActionBase):
         return result
 
     def _validation_message(self, error: Exception) -> str:
-        """Return the message that the module would report for the error."""
+        """Return the message with which the module would report the error."""
         prefix = (
             f"Unsupported parameters for ({self._task.action}) module: " if isinstance(error, UnsupportedError) else ""
         )

@@ -2,7 +2,7 @@
 # GNU General Public License v3.0+ (see COPYING or https://www.gnu.org/licenses/gpl-3.0.txt)
 # SPDX-License-Identifier: GPL-3.0-or-later
 
-"""Store the gateway of each sandbox that an inventory lists, for connections in the same Ansible run.
+"""Store the gateway of each sandbox that an inventory lists, for connections of the same Ansible run.
 
 Ansible forks its workers from the process that read the inventory, so they inherit these values. This passes an API
 key from the inventory file to the connection without making it a variable.
@@ -60,6 +60,6 @@ def store_gateway(sandbox_id: str, gateway: Gateway) -> None:
 def find_gateway(sandbox_id: str, url: str) -> Gateway | None:
     """Return the gateway at ``url`` if an inventory of this run listed the sandbox there, or None.
 
-    The id alone is not sufficient, because a gateway can list any id, including that of a sandbox on another gateway.
+    The id alone is not sufficient, because a gateway can list any id, including ids of another gateway.
     """
     return _gateways.get((str(sandbox_id), str(url)))

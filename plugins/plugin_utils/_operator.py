@@ -123,7 +123,7 @@ class OperatorTask:
     def has_option(self, name: str, value: Any) -> bool:
         """Return whether the operator set the option to ``value``. Raises Failure.
 
-        Tries all items of the task's loop, because the running task does not reveal which item is current.
+        Tries all items of the task's loop, because the running task does not show its current item.
         """
         args = self._task.args
         if name in args and (args[name] == value or self._evaluates_to(args[name], value)):
@@ -197,7 +197,7 @@ def _loop_of(task: Any) -> Any:
 
 
 def _loop_names(task: Any) -> tuple[str, str]:
-    """Return the names of the loop variable and the index variable; the latter is empty if there is no index."""
+    """Return the names of the loop variable and the index variable. The second is empty if there is no index."""
     loop_control = task.loop_control
     return (loop_control.loop_var or "item", loop_control.index_var or "") if loop_control is not None else ("item", "")
 

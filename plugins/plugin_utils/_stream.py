@@ -46,8 +46,8 @@ _MAX_DIGITS = 20
 class Channel(Client):
     """Sends requests to the agent of ``sandbox`` (an id or a name) as ``user``. Reuses connections.
 
-    ``timeout`` is the number of seconds that may pass without data or a heartbeat. Methods raise Failure: with the kind
-    INSIDE if the agent refuses the request, or with another kind if the sandbox or the gateway is unreachable.
+    ``timeout`` is the time limit in seconds without data or a heartbeat. Methods raise Failure: with
+    the kind INSIDE if the agent refuses the request, or with another kind if the sandbox or the gateway is unreachable.
     """
 
     def __init__(self, sandbox: str, user: str = "", *, timeout: float = 60, **gateway: Any) -> None:
@@ -71,8 +71,8 @@ class Channel(Client):
     def start(self, argv: list[str], *, stdin: bool = False, input_data: bytes = b"") -> Process:
         """Start a process. Without ``stdin``, its standard input is /dev/null.
 
-        ``input_data`` is the complete input, which is sent with the request unless it is too long. If
-        ``input_accepted`` is false once the process has started, call ``feed``.
+        ``input_data`` is the complete input, to be sent with the request. If the process has not accepted it, call
+        ``feed``.
         """
         request: dict[str, Any] = {"process": {"cmd": argv[0], "args": argv[1:]}, "stdin": stdin}
         if input_data and len(input_data) <= _MAX_INLINE_INPUT_BYTES:
@@ -378,7 +378,7 @@ def _is_readable(sock: Any) -> bool:
 
 
 class _InvalidResponse(Exception):
-    """A malformed response from the agent. The message describes the error."""
+    """A malformed response of the agent. The message describes the error."""
 
 
 def _parse_message(data: bytes) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""Run the agent as a real process on a loopback port, and talk to it using its own protocols."""
+"""Run the agent as a real process on a loopback port, and talk to it in its own protocols."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ SOURCE = Path(__file__).parents[2] / "gateway/src"
 
 
 class Events:
-    """A stream of process events. Iterating over it yields the events. ``error``: the error in the last frame."""
+    """A stream of process events. Iterating yields each ``event``. ``error``: the error in the last frame."""
 
     def __init__(self, response: http.client.HTTPResponse) -> None:
         self._response = response
@@ -43,7 +43,7 @@ class Events:
         return next(iter(self))
 
     def read_to_end(self) -> tuple[bytes, bytes, dict[str, Any]]:
-        """Read to the end of the stream. Returns stdout (or the terminal's output), stderr and the end event."""
+        """Read until the end. Returns stdout (or the output of the terminal), stderr and the end event."""
         out, err, end = bytearray(), bytearray(), {}
         for event in self:
             data = event.get("data", {})
@@ -85,7 +85,7 @@ class Agent:
         return response.status, data
 
     def post(self, path: str, body: Any = None, user: str = "") -> tuple[int, Any]:
-        """POST a JSON object. Returns the status and the JSON body of the response."""
+        """POST a JSON object. Returns the status and the JSON object of the response."""
         headers = {"Content-Type": "application/json", **_login(user)}
         status, data = self.request("POST", path, json.dumps(body or {}), headers)
         return status, json.loads(data)
@@ -138,7 +138,7 @@ def eventually(condition: Callable[[], bool], seconds: float = 10) -> None:
 
 @contextmanager
 def running(argv: list[str], env: dict[str, str] | None = None) -> Iterator[Agent]:
-    """Run an agent while the context is active. ``argv``: its command, which must use a free port."""
+    """Run an agent inside the context. ``argv``: its command, which must use a free port."""
     process = subprocess.Popen(
         argv, stderr=subprocess.PIPE, text=True, env={**os.environ, "PYTHONPATH": str(SOURCE), **(env or {})}
     )
@@ -173,14 +173,14 @@ def _running() -> Callable[..., Any]:
 
 @pytest.fixture(scope="session")
 def unmanaged_command() -> list[str]:
-    """The command for an agent that does not change this machine. AGENT_PYTHON selects another Python to run it."""
+    """The command of an agent that does not change this machine. AGENT_PYTHON selects another Python for it."""
     python = os.environ.get("AGENT_PYTHON", sys.executable)
     return [python, "-m", "sandbox_agent", "--unmanaged", "--bind", "127.0.0.1", "--port", "0"]
 
 
 @pytest.fixture(scope="module")
 def agent(unmanaged_command: list[str]) -> Iterator[Agent]:
-    """An agent that the tests of a module share, unless they set its identity."""
+    """An agent for all tests of a module that do not set its identity."""
     with running(unmanaged_command) as running_agent:
         yield running_agent
 
@@ -194,7 +194,7 @@ def fresh_agent(unmanaged_command: list[str]) -> Iterator[Agent]:
 
 @pytest.fixture(scope="session")
 def requires_root() -> None:
-    """Skip the test unless it can run as root in new namespaces."""
+    """Skip the test if it cannot run as root in new namespaces."""
     if os.geteuid() != 0 or not sys.platform.startswith("linux"):
         pytest.skip("needs root on Linux")
     if not all(map(shutil.which, ("unshare", "setpriv", "nsenter", "ip"))):

@@ -1,4 +1,4 @@
-"""All file, command and pty methods of the published ``cubesandbox`` client work with the agent."""
+"""All methods for files, commands and pty of the published ``cubesandbox`` client work with the agent."""
 
 from __future__ import annotations
 

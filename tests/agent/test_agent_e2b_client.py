@@ -1,4 +1,4 @@
-"""All file, command, pty and git methods of the published ``e2b`` client work with the agent."""
+"""All methods for files, commands, pty and git of the published ``e2b`` client work with the agent."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def sandbox(agent):
 
 @pytest.fixture
 def shared_directory():
-    """A directory that, unlike ``tmp_path``, all users may enter."""
+    """A directory that all users may enter, unlike ``tmp_path``."""
     path = Path(tempfile.mkdtemp(prefix="agent-test-"))
     path.chmod(0o755)
     yield path
@@ -266,7 +266,7 @@ def test_a_full_disk_and_unsupported_metadata_are_reported(requires_root, runnin
 
 
 def test_special_entries_do_not_break_listings(sandbox, tmp_path):
-    """Listings include entries whose names are not UTF-8, and omit special files."""
+    """A listing contains names that are not UTF-8, and omits special files."""
     (tmp_path / os.fsdecode(b"not-\xff-utf-8")).write_text("")
     (tmp_path / "loop").symlink_to("loop")
     (tmp_path / "self").symlink_to(".")

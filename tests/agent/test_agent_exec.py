@@ -78,7 +78,7 @@ def test_missing_and_forbidden_commands_have_shell_exit_codes(agent, tmp_path):
 
 
 def test_a_background_child_does_not_delay_the_result(agent):
-    """The child keeps writing to the output after the command has ended, which must not kill it."""
+    """The child still writes to the output after the command has ended. This must not kill the child."""
     start_time = time.monotonic()
     _, out, _ = run(agent, "sh", "-c", "(sleep 0.3; echo late; sleep 30.3) & echo $!")
     assert time.monotonic() - start_time < 5
@@ -127,7 +127,7 @@ def test_commands_run_as_the_requested_user(agent):
 
 
 def is_alive(pid: int) -> bool:
-    """Return whether the process is running. A zombie does not count."""
+    """Return whether the process runs. A zombie does not run."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
     except FileNotFoundError:

@@ -191,7 +191,7 @@ def test_an_aborted_upload_closes_the_connection(agent, tmp_path):
 
 
 def test_a_refused_upload_receives_a_response(agent, tmp_path):
-    """The client receives the response although it keeps sending and the agent does not read the body."""
+    """The client keeps sending, although the agent does not read the body."""
     status, response = put(
         agent, iter([bytes(1 << 20)] * 8), headers={"Transfer-Encoding": "chunked"}, path=str(tmp_path)
     )

@@ -159,7 +159,7 @@ def test_special_files_have_an_unspecified_type(agent, tmp_path):
 
 
 def test_directories_beyond_the_path_limit_can_be_removed(agent, tmp_path):
-    """A listing contains only the directories whose paths are within the limit."""
+    """A listing contains the directories whose paths are within the limit."""
     name = "d" * 20
     parent_fd = os.open(tmp_path, os.O_RDONLY)
     for _ in range(300):

@@ -1,4 +1,4 @@
-"""The freezer makes the right system calls, and thaws file systems automatically."""
+"""The freezer makes the right system calls, and thaws automatically."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ SOURCE = Path(__file__).parents[2] / "gateway/src"
 
 
 class FakeKernel:
-    """A stand-in for the kernel, because the tests must not freeze this machine's file systems."""
+    """Replaces the kernel, because the test must not freeze file systems of this machine."""
 
     def __init__(self) -> None:
         self.requests: list[int] = []

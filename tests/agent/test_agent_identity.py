@@ -1,4 +1,4 @@
-"""/identity sets the identity of a fork, if the caller may do so.
+"""/identity sets the identity of a fork, for callers with the right to do so.
 
 A managing agent runs in new namespaces (mounts, hostname, network), with a copy of /etc and without the right to set
 the clock, which has no namespace.
@@ -204,7 +204,7 @@ def _namespace_command(agent) -> list[str]:
 
 
 def post_from(agent, path, body, *, source="192.0.2.1", token=""):
-    """Send a POST request from the address ``source`` in the agent's network namespace."""
+    """Send a POST request from the address ``source`` in the agent's network."""
     result = subprocess.run(
         [*_namespace_command(agent), sys.executable, "-c", CLIENT, str(agent.port), source, path, token],
         input=json.dumps(body).encode(),
@@ -252,7 +252,7 @@ def test_the_gateway_needs_no_token_for_the_identity(machine):
 
 
 def receive(host, size, seconds=10.0):
-    """Return up to ``size`` bytes that the agent sends over the line within ``seconds``."""
+    """Return up to ``size`` bytes that the agent sends over the line."""
     data, deadline = b"", time.monotonic() + seconds
     while len(data) < size and select.select([host], [], [], max(0, deadline - time.monotonic()))[0]:
         data += os.read(host, size - len(data))

@@ -63,7 +63,7 @@ class CodeClient:
         return "".join(execution.logs.stdout)
 
     def events(self, code, **fields):
-        """Run the code. Returns its events as (type, text or name), without the execution count."""
+        """Run the code. Returns its events, except for the execution count, as (type, text or name)."""
         events = [json.loads(line) for line in self.execute(textwrap.dedent(code), **fields)]
         return [(event["type"], event.get("text", event.get("name"))) for event in events[1:]]
 

@@ -1,4 +1,4 @@
-"""The code interpreter: its shell, interrupts, the published client, and malicious kernels."""
+"""The shell of the code interpreter, its published client, and malicious kernels."""
 
 from __future__ import annotations
 

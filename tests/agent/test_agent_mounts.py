@@ -1,4 +1,4 @@
-"""POST /mounts mounts volumes. The mounts are real, but in new namespaces, with tmpfs instead of network mounts."""
+"""POST /mounts mounts volumes. The mounts are real, in a namespace of the test; tmpfs replaces network file systems."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ print(response.read().decode())
 
 
 class Machine:
-    """A machine, simulated by new namespaces in which a managing agent runs."""
+    """A machine with a managing agent, which runs in new namespaces."""
 
     def __init__(self, agent: Any) -> None:
         self.pid = agent.process.pid
@@ -73,7 +73,7 @@ class Machine:
         return response["mounted"], response["unmounted"]
 
     def list_mounts(self) -> dict[str, str]:
-        """Return the options of each mount whose source begins with "vol-", by path."""
+        """Return the options of each mount with a source vol-*, by path."""
         lines = (line.split() for line in Path(f"/proc/{self.pid}/mounts").read_text().splitlines())
         return {fields[1]: fields[3] for fields in lines if fields[0].startswith("vol-")}
 

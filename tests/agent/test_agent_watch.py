@@ -46,7 +46,7 @@ def agent(running, kind):
 
 
 class Watcher:
-    """A watcher in the agent. ``last``: the last event that ``wait_for`` waited for."""
+    """A watcher of the agent. ``last``: the event for which ``wait_for`` waited."""
 
     def __init__(self, agent, path, **options):
         self._agent = agent
@@ -56,7 +56,7 @@ class Watcher:
         return self._agent.post(f"{SERVICE}/GetWatcherEvents", {"watcherId": self.id})
 
     def wait_for(self, event_type, name):
-        """Wait for an event. Returns it and all events before it, such as ["create a", "write a"]."""
+        """Wait for an event. Returns it and all earlier events, such as ["create a", "write a"]."""
         seen_events, deadline = [], time.monotonic() + 20
         while time.monotonic() < deadline:
             status, response = self.take_events()
@@ -353,7 +353,7 @@ def open_files(pid):
 
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="other systems always scan")
 def test_network_file_systems_are_scanned(running, tmp_path):
-    """A file system that looks like a network file system is watched only on explicit request, with scans."""
+    """This file system looks like a network file system. It is watched only on explicit request, with scans."""
     code = (
         "watch.NETWORK_FILE_SYSTEMS = type('All', (), {'__contains__': lambda *args: True})(); scan.SCAN_SECONDS = 0.1"
     )
@@ -368,7 +368,7 @@ def test_network_file_systems_are_scanned(running, tmp_path):
 
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="inotify is Linux's")
 def test_a_rapidly_changing_tree_is_reported_correctly(fresh_agent, tmp_path):
-    """Directories are created, moved and removed as fast as possible. All are reported with the right names."""
+    """Directories are created, moved and removed as fast as possible. All are reported under the right names."""
     watcher = Watcher(fresh_agent, tmp_path, recursive=True)
     script = (
         "for i in $(seq 60); do mkdir -p a/b/c x/y; mv a x/y/a$i; mv x/y z$i; mv z$i/a$i n$i; mkdir n$i/b/c/d;"

@@ -40,7 +40,7 @@ eventually = functools.partial(waiting.eventually, seconds=5)
 
 
 class Service:
-    """A service that listens on a machine's address, in its own thread.
+    """A service that listens at a machine's address, in its own thread.
 
     It outlives the machine and closes no connections, like a service in a virtual machine that was killed.
     """
@@ -93,7 +93,7 @@ async def _cancel(tasks: set[asyncio.Task[Any]]) -> None:
 
 
 class RawService:
-    """A service that sends raw bytes: the next of ``replies`` for each request, then the last one repeatedly."""
+    """A service that sends raw bytes: each request gets the next of ``replies``, and the last reply repeats."""
 
     def __init__(self, *replies: bytes, then: Handler | None = None) -> None:
         self.replies = replies or (make_reply(),)
@@ -189,7 +189,7 @@ def request_head(request: str, *fields: str, **headers: str) -> bytes:
 
 
 def read_status(connection: socket.socket) -> tuple[int, dict[str, Any]]:
-    """Return the status of the response, and its body if it is JSON."""
+    """Return the status of the response, and its body if that is JSON."""
     data = b""
     while b"\r\n\r\n" not in data:
         piece = connection.recv(4096)

@@ -1,9 +1,9 @@
 """A host that simulates its machines in memory, for tests of the layers above hosts.
 
-A machine is a small HTTP server that implements the agent's calls, on its own loopback address. Its `/exec` knows
-`write KEY VALUE`, `read KEY`, `sleep SECONDS`, `exit CODE`, `cat` and `env`. Captures include written values, except
-for those whose keys are below the path of a mounted volume, which belong to the volume. As on hosts of virtual
-machines, a volume is available only after the agent has mounted it and while the host grants the machine access to it.
+A machine is a small HTTP server with the agent's calls, on its own loopback address. Its `/exec` knows `write KEY
+VALUE`, `read KEY`, `sleep SECONDS`, `exit CODE`, and `env`. Written values are part of a capture, except for keys below
+the path of a mounted volume, which belong to the volume. As on hosts of virtual machines, a volume is available when
+the agent has mounted it, and only while the host grants the machine access to it.
 """
 
 from __future__ import annotations
@@ -195,7 +195,7 @@ class Machine:
         return {"result": repr(value), "error": "", "exit_code": 0}
 
     def _start_process(self, body: bytes) -> bytes:
-        """Return the Connect stream of a process that prints its command, and exits with 1 if that is `fail`."""
+        """Return a Connect stream: the command prints its text, and exits with 1 if that is `fail`."""
         command = json.loads(body[5:])["process"]["args"][1]
         text = base64.b64encode(f"ran {command}\n".encode()).decode()
         events: list[dict[str, Any]] = [{"start": {"pid": 1}}, {"data": {"stdout": text}}]
@@ -230,8 +230,8 @@ def _send(
 class MemoryHost:
     """An in-memory ``hosts.base.Host``.
 
-    ``slow``: the seconds that each fork takes; ``failing``: the names of sandboxes that fail to start; ``blocked``:
-    paths that cannot be used as mount points.
+    ``slow``: seconds that each fork takes; ``failing``: names of sandboxes whose fork fails; ``blocked``: paths that
+    cannot be used as mount points; ``dead_console``: the console of machines that end while they boot.
     """
 
     kind = "memory"
@@ -255,7 +255,10 @@ class MemoryHost:
         self.build_seconds = 0.0
         self.failing: set[str] = set()
         self.blocked: set[str] = set()
+        self.dead_console: str | None = None
         self.available = Room(disk_free=50 << 30, disk_total=100 << 30, memory_free=8 << 30, memory_total=16 << 30)
+        self.memory_problems: dict[str, str] = {}
+        """Why the memory of a snapshot is unavailable, by id."""
         self.stopped: set[str] = set()
         """Instances whose machines are stalled."""
         self.forked = 0
@@ -315,6 +318,8 @@ class MemoryHost:
         machine = self.machine_type(self.disks[sandbox.instance], self.files)
         machine.allowed = {mount.volume: mount.read_only for mount in sandbox.mounts}
         await machine.start()
+        if self.dead_console is not None:
+            await machine.stop()
         self.machines[sandbox.instance] = machine
 
     async def capture(
@@ -352,6 +357,9 @@ class MemoryHost:
 
     def files_of(self, snapshot: Snapshot) -> dict[str, str]:
         return {"dir": f"/memory/{snapshot.id}"}
+
+    def memory_problem(self, snapshot: Snapshot) -> str:
+        return self.memory_problems.get(snapshot.id, "")
 
     async def remove_snapshot(self, snapshot: Snapshot) -> None:
         self.disks.pop(snapshot.id, None)
@@ -411,10 +419,10 @@ class MemoryHost:
         }
 
     async def console(self, sandbox: Sandbox) -> str:
-        return ""
+        return self.dead_console or ""
 
     def end_reason(self, sandbox: Sandbox) -> str:
-        return "" if sandbox.instance in self.machines else "its machine ended"
+        return "" if sandbox.instance in self.machines and self.dead_console is None else "its machine ended"
 
     async def apply_network(self, sandbox: Sandbox, policy: NetworkPolicy) -> None:
         pass

@@ -1,4 +1,4 @@
-"""Access to ports inside sandboxes with a key, token, signed URL or no secret; errors about removed sandboxes."""
+"""Access to ports inside sandboxes by key, token, signed URL or without a secret; errors about removed sandboxes."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import logging
 import time
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 from urllib.parse import parse_qsl, quote, urlencode
@@ -124,6 +125,66 @@ def test_ports_are_public_only_on_request(
         assert keyless_client.get("/", headers=port_headers_with_host(public_sandbox, PORT)).status_code == 403
     for invalid in ("yes", 1, "true"):
         assert api.post("/sandboxes", json={"templateID": "base", "network": {"allowPublicTraffic": invalid}}).is_error
+
+
+def test_an_administrator_can_make_ports_public_by_default(tmp_path: Path) -> None:
+    gateway = MemoryGateway(tmp_path, network={"public_ports": True})
+    try:
+        gateway.build_template()
+        with gateway.client() as api, gateway.client("") as keyless_client:
+            default_sandbox = create_sandbox(api)
+            private_sandbox = create_sandbox(api, network={"allowPublicTraffic": False})
+            ref = default_sandbox["sandboxID"]
+            assert default_sandbox["network"]["allowPublicTraffic"] is True
+            assert api.put(f"/sandboxes/{ref}/network", json={"denyOut": ["10.0.0.0/8"]}).status_code == 204
+            forkd_sandbox = api.post("/v1/sandboxes", json={"snapshot_tag": "base", "n": 1}).json()[0]
+            assert api.get(f"/sandboxes/{forkd_sandbox['id']}").json()["network"]["allowPublicTraffic"] is True
+            with raw_service(gateway, default_sandbox):
+                assert keyless_client.get("/", headers=port_headers_with_host(default_sandbox, PORT)).text == "ok"
+            for sandbox, port, status in (
+                (private_sandbox, PORT, 403),
+                (default_sandbox, AGENT_PORT, 401),
+                (default_sandbox, 49999, 403),
+            ):
+                headers = port_headers_with_host(sandbox, port)
+                assert keyless_client.get("/echo", headers=headers).status_code == status
+            assert keyless_client.get("/sandboxes").status_code == 401
+    finally:
+        gateway.end()
+
+
+def test_services_receive_the_masked_host(
+    memory_gateway: MemoryGateway, api: httpx.Client, keyless_client: httpx.Client
+) -> None:
+    network = {"allowPublicTraffic": True, "maskRequestHost": "${PORT}-shop.example.com"}
+    sandbox = create_sandbox(api, network=network)
+    assert sandbox["network"]["maskRequestHost"] == network["maskRequestHost"]
+    route = f"/sandboxes/{sandbox['sandboxID']}/network"
+    with raw_service(memory_gateway, sandbox) as service:
+        expected_hosts = [f"{PORT}-shop.example.com"] * 2
+        for headers in (port_headers_with_host(sandbox, PORT), port_headers(sandbox, PORT)):
+            assert keyless_client.get("/", headers=headers).text == "ok"
+        assert api.put(route, json={"denyOut": ["10.0.0.0/8"]}).status_code == 204, "keeps it"
+        assert keyless_client.get("/", headers=headers).text == "ok"
+        expected_hosts.append(f"{PORT}-shop.example.com")
+        for mask, expected_host in (("shop:${PORT}", f"shop:{PORT}"), ("", host(sandbox, PORT))):
+            assert api.put(route, json={"maskRequestHost": mask}).status_code == 204
+            assert keyless_client.get("/", headers=port_headers_with_host(sandbox, PORT)).text == "ok"
+            expected_hosts.append(expected_host)
+        assert [service.request_headers(number)["host"] for number in range(5)] == expected_hosts
+        assert all(head.lower().count(b"\nhost:") == 1 for head in service.heads)
+    assert "maskRequestHost" not in api.get(f"/sandboxes/{sandbox['sandboxID']}").json()["network"]
+    agent_sandbox = create_sandbox(api, network=network)
+    echo = api.get("/echo", headers=port_headers_with_host(agent_sandbox)).json()
+    assert echo["headers"]["host"] == host(agent_sandbox), "the agent's own ports keep the host"
+
+
+@pytest.mark.parametrize(
+    "mask", ["a b", "a\r\nX-Api-Key: b", "a/b", "${HOST}.example.com", "a:b", "ä.example", "a" * 256]
+)
+def test_an_invalid_mask_of_the_host_is_refused(api: httpx.Client, mask: str) -> None:
+    response = api.post("/sandboxes", json={"templateID": "base", "network": {"maskRequestHost": mask}})
+    assert response.status_code == 400 and "maskRequestHost" in response.json()["message"]
 
 
 def test_secrets_are_not_logged(
@@ -404,7 +465,7 @@ def test_signed_urls_are_accepted_over_http(
 def test_signed_urls_with_the_gateways_address_are_accepted(
     memory_gateway: MemoryGateway, api: httpx.Client, keyless_client: httpx.Client
 ) -> None:
-    """With `E2B_SANDBOX_URL`, as documented, only the URL's signature identifies the sandbox."""
+    """With `E2B_SANDBOX_URL`, as documented, only the signature of the URL names the sandbox."""
     sandboxes = [create_sandbox(api, name=name) for name in ("one", "two", "three")]
     options = {"api_key": ADMIN_KEY, "api_url": memory_gateway.url, "sandbox_url": memory_gateway.url}
     e2b_sandbox = e2b.Sandbox.connect("two", **options)
@@ -467,7 +528,7 @@ def test_a_signed_url_resumes_its_sandbox(
 
 
 def test_the_sandbox_that_signed_a_url_is_found_quickly() -> None:
-    """Anyone can trigger a search, which blocks the event loop. A long path is hashed only once."""
+    """Anyone can cause a search, which blocks the event loop. A long path is hashed only once."""
     secret = Secret()
     secret.key = b"k" * 32
     ids = [f"{number:012x}" for number in range(1000)]

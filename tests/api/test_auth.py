@@ -1,4 +1,4 @@
-"""Access to the control plane: key files, the scopes of keys, and the unix socket."""
+"""Access to the control plane by keys, their scopes, and the unix socket."""
 
 from __future__ import annotations
 

@@ -108,15 +108,15 @@ def test_oversized_bodies_are_refused(api: httpx.Client, chunked: bool) -> None:
 def test_an_internal_error_has_an_incident_id_and_no_traceback(
     memory_gateway: MemoryGateway, api: httpx.Client
 ) -> None:
-    def fail_unexpectedly() -> list[Any]:
+    def fail_unexpectedly(*_: Any, **__: Any) -> Any:
         raise ZeroDivisionError("secret detail")
 
-    original_list = memory_gateway.engine.sandboxes.list
-    memory_gateway.engine.sandboxes.list = fail_unexpectedly  # type: ignore[method-assign]
+    original_walk = memory_gateway.engine.sandboxes.walk
+    memory_gateway.engine.sandboxes.walk = fail_unexpectedly  # type: ignore[method-assign]
     try:
         message = check_refused(api.get("/sandboxes"), 500, "internal")
     finally:
-        memory_gateway.engine.sandboxes.list = original_list  # type: ignore[method-assign]
+        memory_gateway.engine.sandboxes.walk = original_walk  # type: ignore[method-assign]
     assert "incident" in message and "secret" not in message and "Zero" not in message
 
 

@@ -1,4 +1,4 @@
-"""The command `forkd` and the port that it serves, with a real gateway and, where possible, the published client."""
+"""The command `forkd` and its port, with a served gateway and, where possible, the published client."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ def list_sandboxes(api: httpx.Client) -> list[str]:
 
 
 def exchange(target: str, request: bytes, *, half_close: bool = True) -> list[dict[str, Any]]:
-    """Send ``request``, and return all responses until the peer closes the connection."""
+    """Send ``request``, and return the responses until the peer closes."""
     host, _, port = target.rpartition(":")
     received_bytes = b""
     with socket.create_connection((host, int(port)), timeout=_TIMEOUT_SECONDS) as connection:

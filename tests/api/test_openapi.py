@@ -39,7 +39,7 @@ def fuzzed_gateway(tmp_path_factory: pytest.TempPathFactory) -> Iterator[MemoryG
 
 
 def list_operations() -> list[Any]:
-    """Return every operation in the document except the one whose response is endless."""
+    """Return every operation of the document except the one with an endless response."""
     schema = document()
     del schema["paths"]["/events"]
     return [operation.ok() for operation in schemathesis.openapi.from_dict(schema).get_all_operations()]

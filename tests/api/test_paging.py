@@ -41,6 +41,21 @@ def test_changes_between_pages_do_not_shift_entries(api: httpx.Client) -> None:
     assert [item["name"] for item in second.json()] == ["n3", "n4"]
 
 
+def test_pages_of_snapshots_do_not_shift_while_snapshots_are_created_and_removed(api: httpx.Client) -> None:
+    create_sandbox(api, name="one")
+    for number in range(5):
+        api.post("/sandboxes/one/snapshots", json={"name": f"s{number}"})
+    params: dict[str, str | int] = {"limit": 2, "sandboxID": "one"}
+    first = api.get("/snapshots", params=params)
+    for name in ("s0", "s1", "s2"):
+        assert api.delete(f"/snapshots/{name}").status_code == 204
+    api.post("/sandboxes/one/snapshots", json={"name": "s5"})
+    second = api.get("/snapshots", params={**params, "nextToken": first.headers["x-next-token"]})
+    third = api.get("/snapshots", params={**params, "nextToken": second.headers["x-next-token"]})
+    pages = [[item["names"] for item in response.json()] for response in (first, second, third)]
+    assert pages == [[["s0"], ["s1"]], [["s3"], ["s4"]], [["s5"]]] and "x-next-token" not in third.headers
+
+
 def test_snapshots_and_templates_are_paged(api: httpx.Client) -> None:
     create_sandbox(api, name="one")
     for number in range(3):

@@ -60,6 +60,31 @@ def test_host_headers_may_contain_ports_and_capitals(api: httpx.Client, sandbox:
     assert api.get("/echo", headers={"Host": f"{AGENT_PORT}-{sandbox_id}.elsewhere.example"}).status_code == 404
 
 
+def test_control_plane_requests_may_name_the_agents_port(
+    memory_gateway: MemoryGateway, api: httpx.Client, sandbox: dict[str, Any]
+) -> None:
+    """E2B's client 2.26 sends these headers with `connect`, also for a paused sandbox."""
+    route, headers = f"/sandboxes/{sandbox['sandboxID']}", port_headers(sandbox)
+    assert api.post(f"{route}/pause").status_code == 204
+    for prefix in ("/v2", ""):
+        response = api.post(f"{prefix}{route}/connect", json={"timeout": 60}, headers=headers)
+        assert response.status_code == 200 and response.json()["sandboxID"] == sandbox["sandboxID"]
+    assert api.get(route, headers=headers).json()["state"] == "running"
+    assert api.get("/templates", headers=headers).status_code == 200
+    with memory_gateway.client(EXEC_KEY) as client:
+        assert client.delete(route, headers=headers).status_code == 403, "the scope of the key still applies"
+    with memory_gateway.client("") as client:
+        token = headers | {"X-Access-Token": sandbox["envdAccessToken"]}
+        assert client.get(route, headers=token).status_code == 401
+        assert client.get("/echo", headers=token).status_code == 201
+    with raw_service(memory_gateway, sandbox) as service:
+        assert api.get("/sandboxes", headers=port_headers(sandbox, PORT)).text == "ok"
+        assert api.get("/sandboxes", headers=port_headers_with_host(sandbox, PORT)).text == "ok"
+        assert service.request_target() == "/sandboxes"
+    host_headers = port_headers_with_host(sandbox) | {"X-Access-Token": sandbox["envdAccessToken"]}
+    assert api.get(route, headers=host_headers).json() == {"frozen": True}, "a host name always means the sandbox"
+
+
 def test_keys_are_not_forwarded(memory_gateway: MemoryGateway, sandbox: dict[str, Any]) -> None:
     with memory_gateway.client("") as client:
         for header in ({"X-API-Key": EXEC_KEY}, {"Authorization": f"Bearer {EXEC_KEY}"}):
@@ -605,7 +630,7 @@ def _make_request(port: int) -> proxy.ServiceRequest:
 
     sandbox = types.SimpleNamespace(id="one")
     target = proxy.Target("one", port, "localhost", by_host=False)
-    return proxy.ServiceRequest({"method": "GET"}, receive, send, target, cast(Any, sandbox), "127.0.0.1", b"/", [])
+    return proxy.ServiceRequest({"method": "GET"}, receive, send, target, cast(Any, sandbox), "127.0.0.1", "", b"/", [])
 
 
 def _open_connections(port: int) -> int:

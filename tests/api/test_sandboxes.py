@@ -86,7 +86,6 @@ def test_network_options_are_accepted_in_every_spelling(api: httpx.Client) -> No
     [
         {"network": {"rules": {"api.example.com": []}}},
         {"network": {"egressProxy": {"address": "10.0.0.1:1080"}}},
-        {"network": {"maskRequestHost": "${PORT}.example.com"}},
         {"network": {"httpsPorts": [443]}},
         {"iam": {"tokens": {"a": {"audience": "b"}}}},
         {"autoPause": True, "autoPauseMemory": False},

@@ -7,6 +7,7 @@ from typing import Any
 import httpx
 import pytest
 
+from tests.api.memory_gateway import MemoryGateway
 from tests.api.test_sandboxes import create_sandbox
 from tests.support.waiting import eventually
 
@@ -27,6 +28,22 @@ def test_one_fork_returns_a_sandbox_and_several_return_a_list(api: httpx.Client,
     assert len(forks["sandboxes"]) == 3 and forks["errors"] == []
     assert len(api.get("/sandboxes?metadata=g%3D1").json()) == 3
     assert api.get("/snapshots/s1").json()["forks"] == 4
+
+
+def test_responses_say_why_the_memory_of_a_snapshot_cannot_be_restored(
+    api: httpx.Client, snapshot_id: str, memory_gateway: MemoryGateway
+) -> None:
+    template_id = api.get("/snapshots/s1").json()["templateID"]
+    problems = memory_gateway.host.memory_problems
+    routes = ("/snapshots/s1", f"/snapshots/{template_id}", f"/templates/{template_id}")
+    assert [api.get(route).json()["memoryProblem"] for route in routes] == ["", "", ""]
+    try:
+        problems[snapshot_id] = problems[template_id] = "/memory is not mounted"
+        assert [api.get(route).json()["memoryProblem"] for route in routes] == ["/memory is not mounted"] * 3
+        (listed,) = (each for each in api.get("/snapshots").json() if each["snapshotID"] == snapshot_id)
+        assert listed["memoryProblem"] == "/memory is not mounted"
+    finally:
+        problems.clear()
 
 
 def test_resizing_a_fork_needs_a_cold_start(api: httpx.Client, snapshot_id: str) -> None:
@@ -124,6 +141,27 @@ def test_snapshots_can_be_deleted_as_templates(api: httpx.Client, snapshot_id: s
     )
 
 
+def test_a_snapshot_in_use_can_be_deleted_as_a_template(
+    memory_gateway: MemoryGateway, api: httpx.Client, snapshot_id: str
+) -> None:
+    """E2B's and CubeSandbox's clients expect this. The other routes, and templates, name every user."""
+    forks = [api.post("/snapshots/s1/fork").json()["sandboxID"] for _ in range(2)]
+    one = api.get("/sandboxes/one").json()["sandboxID"]
+    users = {f"/snapshots/{snapshot_id}": forks, f"/v1/snapshots/{snapshot_id}": forks, "/templates/base": [one]}
+    for route, ids in users.items():
+        response = api.delete(route)
+        assert response.status_code == 409 and all(id in response.text for id in ids), route
+    response = api.delete(f"/templates/{snapshot_id}")
+    assert response.status_code == 202 and {*response.json()["blockers"]} == {*forks}
+    assert api.get("/snapshots").json() == [] and api.delete(f"/templates/{snapshot_id}").status_code == 404
+    assert api.post("/sandboxes/one/snapshots", json={"name": "s1"}).status_code == 201, "the name is free"
+    for fork in forks:
+        assert snapshot_id in memory_gateway.engine.index.snapshots
+        api.delete(f"/sandboxes/{fork}").raise_for_status()
+    api.delete("/sandboxes/one").raise_for_status()
+    eventually(lambda: snapshot_id not in memory_gateway.engine.index.snapshots, 20)
+
+
 def test_a_name_in_use_is_a_conflict(api: httpx.Client, snapshot_id: str) -> None:
     response = api.post("/sandboxes/one/snapshots", json={"name": "s1"})
     assert response.status_code == 409
@@ -138,3 +176,8 @@ def test_the_lineage_contains_all_descendants(api: httpx.Client, snapshot_id: st
     assert sandbox["children"][0]["id"] == snapshot_id and sandbox["children"][0]["children"][0]["id"] == fork
     assert api.get("/lineage", params={"root": "s1"}).json()[0]["id"] == snapshot_id
     assert api.get("/lineage", params={"root": "nothing"}).status_code == 404
+    nodes = api.get("/lineage", params={"flat": True, "root": "base"}).json()
+    ids = [template["id"], sandbox["id"], snapshot_id, fork]
+    expected = [(id, parent, depth) for depth, (id, parent) in enumerate(zip(ids, ["", *ids], strict=False))]
+    assert [(node["id"], node["parent"], node["depth"]) for node in nodes] == expected
+    assert api.get("/lineage", params={"flat": True, "root": "nothing"}).status_code == 404

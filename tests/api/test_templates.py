@@ -42,7 +42,8 @@ def test_a_build_can_be_followed_to_its_end(memory_gateway: MemoryGateway, api: 
         lines = list(response.iter_lines())
     assert "$ touch /made" in lines and "ran touch /made" in lines and lines[-1] == "ready"
     status = api.get(f"{route}/status", params={"logsOffset": len(lines) - 1}).json()
-    assert status["status"] == "ready" and status["logs"] == ["ready"] and status["reason"] is None
+    assert status["status"] == "ready" and status["logs"] == ["ready"]
+    assert status["reason"] is None and status["errorMessage"] == ""
     assert api.get(f"{route}/logs").json() == {"logs": lines}
     assert api.get("/templates/made").json()["memoryMB"] == 512
     assert api.delete("/templates/made").status_code == 204
@@ -54,7 +55,7 @@ def test_a_failed_build_gives_a_reason(api: httpx.Client) -> None:
     route = f"/templates/{build_fields['templateID']}/builds/{build_fields['buildID']}"
     api.get(f"{route}/logs", params={"follow": "true"})
     status = api.get(f"{route}/status").json()
-    assert status["status"] == "error" and "exit code 1" in status["reason"]
+    assert status["status"] == "error" and "exit code 1" in status["reason"] == status["errorMessage"]
     template = api.get("/templates/broken").json()
     assert template["buildStatus"] == "error" and "exit code 1" in template["reason"]
     assert template["status"] == "FAILED" and template["lastError"] == template["reason"]
@@ -80,6 +81,15 @@ def test_an_alias_is_an_additional_name(api: httpx.Client) -> None:
     response = api.put("/templates/base/alias", json={"alias": "ground"})
     assert response.status_code == 200 and response.json()["names"] == ["base", "ground"]
     assert api.get("/templates/ground").json()["names"] == ["base", "ground"]
+
+
+@pytest.mark.parametrize("alias", ["", None])
+def test_a_request_to_remove_an_alias_is_refused(api: httpx.Client, alias: str | None) -> None:
+    """CubeSandbox's client sends an empty alias to remove the alias."""
+    names = api.get("/templates/base").json()["names"]
+    response = api.put("/templates/base/alias", json={"alias": alias})
+    assert response.status_code == 400 and "give the name to another template" in response.json()["message"]
+    assert api.get("/templates/base").json()["names"] == names
 
 
 def test_missing_templates_and_builds_are_not_found(api: httpx.Client) -> None:

@@ -303,3 +303,19 @@ def test_the_published_client_manages_volumes(memory_gateway: MemoryGateway, api
     )
     with pytest.raises(e2b.VolumeNotFoundException):
         e2b.Volume.connect("data", **client_options)
+
+
+@pytest.mark.parametrize(
+    ("method", "kind"), [("GET", "dir"), ("POST", "dir"), ("GET", "file"), ("PUT", "file"), ("PATCH", "path")]
+)
+def test_file_calls_on_volumes_are_refused_with_a_reason(
+    memory_gateway: MemoryGateway, api: httpx.Client, method: str, kind: str
+) -> None:
+    """E2B's clients authenticate these calls with the token of the volume, and read 404 as a missing path."""
+    token = api.post("/volumes", json={"name": "v"}).json()["token"]
+    headers = {"Authorization": f"Bearer {token}"}
+    with memory_gateway.client("") as client:
+        response = client.request(method, f"/volumecontent/v/{kind}", params={"path": "/"}, headers=headers)
+        assert response.status_code == 400 and response.json()["kind"] == "unsupported"
+        assert "mount the volume in a sandbox" in response.json()["message"]
+        assert client.request(method, "/volumes", headers=headers).status_code == 401

@@ -420,3 +420,13 @@ def test_messages_sent_before_a_close_arrive(memory_gateway: MemoryGateway, sand
             client.socket.sendall(b"\x88\x82\0\0\0\0\x03\xe8")
             eventually(lambda: service.codes == [1000], seconds=30)
         assert received == [str(number % 10) for number in range(500)]
+
+
+def test_services_receive_the_masked_host(memory_gateway: MemoryGateway, api: httpx.Client) -> None:
+    for mask, expected_host in (("${PORT}-shop.example.com", f"{PORT}-shop.example.com"), ("shop:443", "shop:443")):
+        sandbox = create_sandbox(api, network={"maskRequestHost": mask})
+        with recording_service(memory_gateway, sandbox) as service, open_websocket(memory_gateway, sandbox) as client:
+            client.send("text")
+            assert client.recv(10) == "text"
+            hosts = [value for name, value in service.headers if name.lower() == "host"]
+            assert hosts == [expected_host]

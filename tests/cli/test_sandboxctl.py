@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from sandbox_gateway.hosts.base import MemoryDisk
 from tests.api.memory_gateway import ADMIN_KEY, READ_KEY, MemoryGateway
 from tests.cli.running import SANDBOXCTL, Run, check_succeeded
 from tests.support.certificates import create_certificate
@@ -37,6 +38,25 @@ def test_the_readme_walkthrough_works(run: Run) -> None:
     assert "is hidden" in check_succeeded(run("snapshot", "delete", "s1", "--when-unused")).err
     check_succeeded(run("kill", "one", "a", "b"))
     assert [item["state"] for item in check_succeeded(run("list", "--json")).json] == ["running"] * 3
+
+
+def test_show_and_health_report_a_memory_root_that_is_not_mounted(run: Run, memory_gateway: MemoryGateway) -> None:
+    host, available = memory_gateway.host, memory_gateway.host.available
+    run("create", "base", "--name", "one")
+    snapshot = check_succeeded(run("snapshot", "create", "one", "--name", "s1", "--json")).json
+    assert "memoryProblem" not in check_succeeded(run("snapshot", "show", "s1")).out
+    problem = "/memory is not mounted, because /memory/0123456789ab does not exist"
+    try:
+        host.memory_problems[snapshot["snapshotID"]] = problem
+        details = check_succeeded(run("snapshot", "show", "s1")).out
+        assert re.search(rf"^memoryProblem +{problem}$", details, re.MULTILINE)
+        host.available = replace(available, memory_disk=MemoryDisk("/memory", 1 << 30, 2 << 30))
+        assert "memory root /memory: 1.0 GiB of 2.0 GiB free" in check_succeeded(run("health")).out.splitlines()
+        host.available = replace(available, memory_disk=MemoryDisk("/memory", problem=problem))
+        assert f"memory root /memory: {problem}" in check_succeeded(run("health")).out.splitlines()
+    finally:
+        host.available = available
+        host.memory_problems.clear()
 
 
 def test_tables_are_printed_by_default(run: Run) -> None:
@@ -324,3 +344,15 @@ def test_forks_are_prewarmed(run: Run) -> None:
     check_succeeded(run("snapshot", "prewarm", "base", "0"))
     refusal = run("snapshot", "prewarm", "warm", "65")
     assert refusal.code != 0 and "prewarm.maximum" in refusal.err
+
+
+def test_a_failed_boot_shows_the_end_of_the_console(run: Run, memory_gateway: MemoryGateway) -> None:
+    memory_gateway.host.dead_console = "Loading\r\nKernel panic: no init found\r\n"
+    try:
+        outcome = run("create", "base", "--name", "one", "--cold-start")
+        assert outcome.code == 1 and outcome.out == ""
+        assert outcome.err.endswith("The end of its console:\n  Loading\n  Kernel panic: no init found\n")
+        build = run("template", "build", "unbootable")
+        assert build.code == 1 and build.err.count("Kernel panic: no init found") >= 1
+    finally:
+        memory_gateway.host.dead_console = None

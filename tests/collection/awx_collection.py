@@ -1,4 +1,4 @@
-"""Get the collection awx.awx without Galaxy, by extracting it from the PyPI package ``ansible``."""
+"""Get collections without Galaxy, by extracting them from the PyPI package ``ansible``."""
 
 from __future__ import annotations
 
@@ -22,16 +22,17 @@ _DOWNLOAD_TIMEOUT_SECONDS = 300
 
 
 @cache
-def collections_path() -> Path:
-    """Return a collections path that contains only awx.awx, which is 1 MB of the 54 MB package."""
-    directory = session.cache_dir() / f"awx-{_PIN.version}"
+def collections_path(name: str = "awx.awx") -> Path:
+    """Return a collections path that contains only this collection (awx.awx is 1 MB of the 54 MB package)."""
+    directory = session.cache_dir() / f"{name}-{_PIN.version}"
+    prefix = f"ansible_collections/{name.replace('.', '/')}/"
     if not directory.exists():
         with tempfile.TemporaryDirectory(dir=session.cache_dir()) as scratch:
             _download(Path(scratch))
             (wheel,) = Path(scratch).glob("*.whl")
             unpacked = Path(scratch) / "unpacked"
             with zipfile.ZipFile(wheel) as archive:
-                archive.extractall(unpacked, [name for name in archive.namelist() if name.startswith(_PREFIX)])
+                archive.extractall(unpacked, [path for path in archive.namelist() if path.startswith(prefix)])
             # The rename is atomic, so the directory exists only if it is complete.
             unpacked.rename(directory)
     return directory

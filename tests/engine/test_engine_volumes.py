@@ -412,7 +412,7 @@ def test_a_failed_attach_leaves_nothing(live: Live, world: World, monkeypatch: p
     async def refuse(*args: Any, **kwargs: Any) -> None:
         raise BackendFailed("forced")
 
-    for step, owner in (("mount_inside", live.engine.attachments), ("attach", live.engine.host)):
+    for step, owner in (("mount_volumes", live.engine.agents), ("attach", live.engine.host)):
         monkeypatch.setattr(owner, step, refuse)
         with pytest.raises(BackendFailed, match="forced"):
             live.do(live.engine.attachments.attach("box", MountSpec("data", "/data")))

@@ -58,7 +58,7 @@ def test_a_long_identity_is_sent_over_the_network(live: Live, connection_times: 
 def test_forks_have_a_line_even_if_the_source_has_none(live: Live, connection_times: list[float]) -> None:
     """A source has no line after a restart of the gateway, which adopts the running machine without a line to it."""
     source = live.do(live.engine.forks.create(TEMPLATE, ForkSpec(names=["source"])))
-    machine, _ = live.engine.host._machines.require_running(source)  # type: ignore[attr-defined]
+    machine = live.engine.host._machines.require_running(source).machine  # type: ignore[attr-defined]
     assert machine.line is not None
     live.call(machine.line.close)
     time.sleep(1)

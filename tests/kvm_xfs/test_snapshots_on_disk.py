@@ -36,9 +36,9 @@ def store(tmp_path: Path) -> Snapshots:
 
 def commit(store: Snapshots, kind: SnapshotKind) -> Snapshot:
     snapshot = Snapshot(kind=kind)
-    store.partial(snapshot).mkdir()
+    store.partial_files(snapshot).directory.mkdir()
     for name in ("rootfs.img", "kernel", "initrd"):
-        (store.partial(snapshot) / name).write_bytes(b"x")
+        (store.partial_files(snapshot).directory / name).write_bytes(b"x")
     store.commit(snapshot)
     return snapshot
 
@@ -59,7 +59,7 @@ def test_commit_leaves_a_transient_snapshot_unsynced_until_sync(store: Snapshots
     assert synced_names == []
     store.sync(snapshot)
     assert {"rootfs.img", "manifest.json", snapshot.id, "snapshots"} == set(synced_names)
-    assert not (store.path(snapshot) / "unsynced").exists()
+    assert not (store.files(snapshot).directory / "unsynced").exists()
     assert scan(store) == ([snapshot.id], [])
 
 
@@ -75,7 +75,7 @@ def test_scan_syncs_a_transient_snapshot_after_a_gateway_restart(store: Snapshot
     snapshot = commit(store, SnapshotKind.TRANSIENT)
     assert scan(store) == ([snapshot.id], [])
     assert "rootfs.img" in synced_names
-    assert not (store.path(snapshot) / "unsynced").exists()
+    assert not (store.files(snapshot).directory / "unsynced").exists()
 
 
 @pytest.mark.usefixtures("synced_names")
@@ -85,9 +85,9 @@ def test_scan_removes_an_unsynced_transient_snapshot_after_a_reboot(
 ) -> None:
     snapshot = commit(store, SnapshotKind.TRANSIENT)
     if manifest is not None:
-        (store.path(snapshot) / "manifest.json").write_text(manifest)
+        (store.files(snapshot).directory / "manifest.json").write_text(manifest)
     (tmp_path / "boot_id").write_text("another\n")
     monkeypatch.setattr(snapshots, "_BOOT_ID_FILE", tmp_path / "boot_id")
     ids, repaired = scan(store)
-    assert ids == [] and not store.path(snapshot).exists()
+    assert ids == [] and not store.files(snapshot).directory.exists()
     assert repaired == [f"removed {snapshot.id}, the source of clones, which was not yet on the device"]

@@ -131,7 +131,7 @@ class VolumeHost(KvmVolumes):
         async with self.pending_snapshots(captures) as pending:
             await pending.clone_images()
             await pending.commit()
-            final = self.layout.snapshot(snapshot)
+            final = self.layout.snapshot(snapshot).directory
             directory_records.partial_of(final).mkdir()
             directory_records.write_record(directory_records.partial_of(final), snapshot)
             directory_records.commit(final)

@@ -16,7 +16,7 @@ from tests.support.gateway import TEMPLATE, Gateway
 from tests.support.jail_gateway import jail_gateway
 from tests.support.worlds import TEMPLATE as JAIL_TEMPLATE
 
-KEY = "sdk-key-0123456789abcdef"
+KEY = "e2b_0123456789abcdef0123456789abcdef01234567"
 DOMAIN = "sandbox.test"
 
 

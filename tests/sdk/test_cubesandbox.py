@@ -9,13 +9,14 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import cubesandbox
+import httpx
 import pytest
 from cubesandbox import NEVER_TIMEOUT, Config, Sandbox, Template, Volume, VolumeMount
 from cubesandbox._exceptions import AuthenticationError
 
 from tests.sdk.conftest import Server
 from tests.sdk.coverage import covers
-from tests.sdk.test_e2b import wait
+from tests.sdk.test_e2b import HOST_SERVER, fetch_host, wait
 
 Create = Callable[..., Sandbox]
 _LARGE_FILE_BYTES = 50 << 20
@@ -232,6 +233,19 @@ def test_snapshots(create):
         Sandbox.delete_snapshot(snapshots[0].snapshot_id)
 
 
+@covers("Sandbox.delete_snapshot", note="a snapshot in use is hidden, and removed with its last user")
+def test_a_snapshot_in_use_is_hidden(create):
+    sandbox = create()
+    sandbox.files.write("/root/note", "kept")
+    snapshot = sandbox.create_snapshot()
+    fork = create(snapshot.snapshot_id)
+    Sandbox.delete_snapshot(snapshot.snapshot_id)
+    assert Sandbox.list_snapshots(sandbox_id=sandbox.sandbox_id)[0] == []
+    assert fork.files.read("/root/note") == "kept"
+    with pytest.raises(cubesandbox.TemplateNotFoundError):
+        create(snapshot.snapshot_id)
+
+
 @covers("Sandbox.rollback")
 def test_a_sandbox_object_works_after_a_rollback(server, create):
     """The object keeps working after a successful rollback, and after a failed one to a missing snapshot."""
@@ -286,6 +300,19 @@ def test_update_network(create):
         sandbox.update_network({"rules": {"api.example.com": [{"transform": {"headers": {"A": "b"}}}]}})
 
 
+@covers("Sandbox.create", "Sandbox.update_network", note="`network`: public ports, and the host that services see")
+def test_ports(server, create):
+    sandbox = create(network={"allow_public_traffic": True, "mask_request_host": "shop.example.com:${PORT}"})
+    sandbox.files.write("/root/server.py", HOST_SERVER)
+    sandbox.commands.run("nohup python3 /root/server.py >/dev/null 2>&1 &")
+    wait(lambda: fetch_host(server, sandbox.get_host(8000)) == "shop.example.com:8000")
+    headers = {"Host": sandbox.get_host(8000)}
+    assert httpx.get(server.url, headers=headers).text == "shop.example.com:8000"
+    sandbox.update_network({"mask_request_host": "", "allow_public_traffic": False})
+    assert fetch_host(server, sandbox.get_host(8000)) == sandbox.get_host(8000)
+    assert httpx.get(server.url, headers=headers).status_code == 403
+
+
 @covers("Volume.create", "Volume.list", "Volume.get_info", "Volume.connect", "Volume.destroy", "VolumeMount")
 def test_volumes(create):
     volume = Volume.create(f"data-{uuid.uuid4().hex[:8]}")
@@ -325,6 +352,10 @@ def test_templates(server, create):
     assert Template.get(alias).template_id == template.template_id
     with pytest.raises(cubesandbox.TemplateNotFoundError):
         Template.get("no-such")
+    for invalid, words in (("no spaces", "is not allowed"), (None, "give the name to another template")):
+        with pytest.raises(cubesandbox.ApiError, match=words) as alias_error_info:
+            Template.set_alias(template.template_id, invalid)
+        assert alias_error_info.value.status_code == 400
     build = server.gateway.call("GET", f"/templates/{server.template}")["buildID"]
     assert Template.get_build_status(server.template, build).status == "ready"
     assert Template.get_build_logs(server.template, build) is not None

@@ -13,6 +13,9 @@ import e2b
 import httpx
 import pytest
 from e2b import AsyncSandbox, Sandbox, SandboxQuery, SandboxState
+from e2b.api.client.api.sandboxes import post_sandboxes_sandbox_id_refreshes
+from e2b.api.client.models import SandboxRefreshRequest
+from e2b.api.client_sync import get_api_client
 
 from tests.sdk.conftest import Server
 from tests.sdk.coverage import covers
@@ -114,6 +117,30 @@ def test_a_sandbox_ends_at_its_timeout(create):
         sandbox.set_timeout(60)
 
 
+@covers("Sandbox.create", "Sandbox.set_timeout", note="a timeout of -1 means none")
+def test_a_sandbox_without_a_timeout_never_ends(create):
+    sandbox = create(timeout=-1, metadata={"mark": (mark := uuid.uuid4().hex)})
+    (listed_info,) = fetch_all_items(Sandbox.list(query=SandboxQuery(metadata={"mark": mark})))
+    for info in (sandbox.get_info(), listed_info):
+        assert info.end_at.astimezone().year in (9998, 9999)
+    sandbox.set_timeout(600)
+    assert sandbox.get_info().end_at - datetime.now(UTC) <= timedelta(seconds=600)
+    sandbox.set_timeout(-1)
+    assert sandbox.get_info().end_at.year == 9999
+
+
+def test_refreshes_extend_the_lifetime(server, create):
+    """Only the generated part of the client has this request."""
+    sandbox = create(timeout=600)
+    api_client = get_api_client(e2b.ConnectionConfig())
+    for duration, seconds in ((60, 600), (1800, 1800)):
+        body = SandboxRefreshRequest(duration=duration)
+        response = post_sandboxes_sandbox_id_refreshes.sync_detailed(sandbox.sandbox_id, client=api_client, body=body)
+        assert response.status_code == 204
+        left = (sandbox.get_info().end_at - datetime.now(UTC)).total_seconds()
+        assert seconds - 100 < left <= seconds
+
+
 @covers("Sandbox.pause", "Sandbox.beta_pause")
 def test_pause(server, create):
     sandbox = create()
@@ -160,6 +187,20 @@ def test_snapshots(create):
         create(first.snapshot_id)
 
 
+@covers("Sandbox.delete_snapshot", note="a snapshot in use is hidden, and removed with its last user")
+def test_a_snapshot_in_use_is_hidden(create):
+    sandbox = create()
+    sandbox.files.write("/root/note", "kept")
+    snapshot = sandbox.create_snapshot()
+    fork = create(snapshot.snapshot_id)
+    assert Sandbox.delete_snapshot(snapshot.snapshot_id)
+    assert not Sandbox.delete_snapshot(snapshot.snapshot_id)
+    assert not fetch_all_items(sandbox.list_snapshots())
+    assert fork.files.read("/root/note") == "kept"
+    with pytest.raises(e2b.SandboxException, match="not found"):
+        create(snapshot.snapshot_id)
+
+
 @covers("Sandbox.fork")
 def test_fork(server, create):
     sandbox = create()
@@ -202,6 +243,48 @@ def test_a_port_is_reachable_by_its_host_name(server, create):
     token = {"Host": sandbox.get_host(8000), "E2B-Traffic-Access-Token": sandbox.traffic_access_token}
     assert httpx.get(f"{server.url}/hostname", headers=token).status_code == 200
     assert httpx.get(f"{server.url}/hostname", headers={"Host": sandbox.get_host(8000)}).status_code == 403
+    sandbox.kill()
+
+
+HOST_SERVER = """
+import http.server
+class Handler(http.server.BaseHTTPRequestHandler):
+    def do_GET(self):
+        self.send_response(200)
+        self.end_headers()
+        self.wfile.write(self.headers["Host"].encode())
+http.server.HTTPServer(("", 8000), Handler).serve_forever()
+"""
+
+
+def fetch_host(server: Server, host: str) -> str:
+    """Return the Host header that HOST_SERVER receives, or "" if it does not run."""
+    response = httpx.get(server.url, headers={"Host": host, "X-API-Key": server.key})
+    return response.text if response.status_code == 200 else ""
+
+
+@covers("Sandbox.create", note="`network`: the host that services see")
+def test_services_see_the_masked_host(server, create):
+    sandbox = create(network={"mask_request_host": "${PORT}-shop.example.com"})
+    assert sandbox.get_info().network["mask_request_host"] == "${PORT}-shop.example.com"
+    sandbox.files.write("/root/server.py", HOST_SERVER)
+    sandbox.commands.run("python3 /root/server.py", background=True)
+    wait(lambda: fetch_host(server, sandbox.get_host(8000)) == "8000-shop.example.com")
+    sandbox.update_network({"deny_out": ["198.51.100.0/24"]})
+    assert fetch_host(server, sandbox.get_host(8000)) == "8000-shop.example.com"
+    with pytest.raises(e2b.SandboxException, match="is not a host name"):
+        create(network={"mask_request_host": "a b"})
+
+
+@covers("Sandbox.create", note="`network`: public ports")
+def test_public_ports(server, create):
+    sandbox = create(network={"allow_public_traffic": True})
+    assert sandbox.get_info().network["allow_public_traffic"] is True
+    sandbox.commands.run("cd /etc && python3 -m http.server 8000", background=True)
+    headers = {"Host": sandbox.get_host(8000)}
+    wait(lambda: httpx.get(f"{server.url}/hostname", headers=headers).status_code == 200)
+    agent = {"Host": sandbox.get_host(49983)}
+    assert httpx.get(f"{server.url}/files?path=/etc/hostname", headers=agent).status_code == 401
 
 
 @covers("Sandbox.download_url", "Sandbox.upload_url")
@@ -277,10 +360,33 @@ def test_volumes(server, create):
         e2b.Volume.get_info(volume.volume_id)
 
 
+def test_file_calls_on_volumes_are_refused_with_a_reason(server, monkeypatch):
+    monkeypatch.setenv("E2B_VOLUME_API_URL", server.url)
+    volume = e2b.Volume.create(f"data-{uuid.uuid4().hex[:8]}")
+    try:
+        calls: dict[str, Callable[[], Any]] = {
+            "list": lambda: volume.list("/"),
+            "exists": lambda: volume.exists("/a"),
+            "read_file": lambda: volume.read_file("/a"),
+            "write_file": lambda: volume.write_file("/a", "text"),
+            "make_dir": lambda: volume.make_dir("/d"),
+            "update_metadata": lambda: volume.update_metadata("/a", mode=0o600),
+            "remove": lambda: volume.remove("/a"),
+        }
+        for call in calls.values():
+            with pytest.raises(e2b.VolumeException, match="mount the volume in a sandbox"):
+                call()
+    finally:
+        wait(lambda: e2b.Volume.destroy(volume.volume_id))
+
+
 @covers("Template.exists", "Template.alias_exists")
 def test_templates(server):
     assert e2b.Template.exists(server.template)
     assert not e2b.Template.alias_exists("no-such-template")
+    with pytest.raises(e2b.SandboxException, match="is not allowed") as error_info:
+        e2b.Template.alias_exists("no spaces")
+    assert error_info.value.status_code == 400
 
 
 def test_errors_have_their_own_classes(server, create):

@@ -63,11 +63,10 @@ CLIENTS = (
             "Volume": e2b.Volume,
             "Template": e2b.Template,
         },
-        ("test_e2b", "test_e2b_inside"),
+        ("test_e2b", "test_e2b_inside", "test_e2b_git"),
         {
             "Sandbox.get_mcp_token": "needs a template with `mcp-gateway`, which we do not provide",
             "Sandbox.get_mcp_url": "needs a template with `mcp-gateway`, which we do not provide",
-            "Git.*": "not tested: these methods run git, which the template must have",
             "Volume.*": "all others: no file calls on volumes; mount the volume in a sandbox instead",
             "Template.*": f"all others: {_IMAGES}",
         },

@@ -124,7 +124,7 @@ def test_lists_trees_and_logs_contain_no_terminal_codes(capsys: pytest.CaptureFi
             | {"memoryMB": 1, **times}
         ]
     )
-    render.print_tree([{"kind": "sandbox", "names": [HOSTILE_TEXT], "id": HOSTILE_TEXT, "children": []}])
+    render.print_tree([{"kind": "sandbox", "names": [HOSTILE_TEXT], "id": HOSTILE_TEXT, "depth": 0}])
     render.print_note(HOSTILE_TEXT)
     progress.follow_log(iter([HOSTILE_TEXT]), "building")
     out, err = capsys.readouterr()

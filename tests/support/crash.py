@@ -40,6 +40,7 @@ _STEP_EVENTS = {
     "os.remove",
     "os.rename",
     "os.rmdir",
+    "os.symlink",
     "os.truncate",
     "shutil.rmtree",
     "socket.bind",

@@ -21,14 +21,20 @@ class LoopXfs:
         with self.image.open("wb") as file:
             file.truncate(self.size_mb << 20)
         _run("mkfs.xfs", "-q", "-m", f"reflink={int(self.reflink)}", str(self.image))
+        self.mount()
+        return self
+
+    def mount(self) -> None:
         # The loop device is detached at unmount.
         _run("mount", "-o", "loop", "-t", "xfs", str(self.image), str(self.mount_point))
-        return self
+
+    def unmount(self) -> None:
+        _run("umount", str(self.mount_point))
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        _run("umount", str(self.mount_point))
+        self.unmount()
         self.mount_point.rmdir()
         self.image.unlink()
 

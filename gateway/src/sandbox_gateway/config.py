@@ -109,12 +109,30 @@ class KvmXfs(_Section):
         None,
         description="Socket of the page tracker, which `written` needs. Empty: the gateway starts its own tracker.",
     )
+    memory_root: Path | None = Field(
+        None,
+        description="Directory on another file system for the memory images of new snapshots and their machines. It "
+        "must exist; the gateway creates a directory of its own in it. Existing snapshots stay where they are. Empty "
+        "string: memory images are stored in `state_root`.",
+    )
     uid_base: int = Field(
         1_900_000_000,
         ge=0,
         le=4_000_000_000,
         description="QEMU of network slot n runs as user `uid_base`+n, which need not exist. 0: QEMU runs as root.",
     )
+
+    @field_validator("memory_root", mode="before")
+    @classmethod
+    def _empty_to_none(cls, value: object) -> object:
+        return None if value == "" else value
+
+    @field_validator("memory_root")
+    @classmethod
+    def _check_memory_root(cls, value: Path | None) -> Path | None:
+        if value is not None and not value.is_absolute():
+            raise ValueError(f"{str(value)!r} is not an absolute path")
+        return value
 
 
 class JailZfs(_Section):
@@ -166,6 +184,11 @@ class Network(_Section):
     dns: list[str] = Field(
         default_factory=list, description="Name servers of sandboxes. Empty: the host's name servers."
     )
+    public_ports: bool = Field(
+        False,
+        description="Whether anyone who can reach the gateway can connect to the ports of sandboxes, except the "
+        "agent's, without a key or token. Applies to sandboxes that are created without `allowPublicTraffic`.",
+    )
 
     @field_validator("subnet")
     @classmethod
@@ -205,8 +228,9 @@ class Limits(_Section):
         512,
         ge=0,
         description="Disk space that forks, clones and captures leave free, in MiB, on the file system of `state_root` "
-        "or in the ZFS dataset. A request that would leave less is refused (507). Machines that stalled on a full disk "
-        "continue when this much is free. 0: no reserve.",
+        "or in the ZFS dataset; captures with memory also leave it free in `kvm_xfs.memory_root`. A request that would "
+        "leave less is refused (507). Machines that stalled on a full disk continue when this much is free. 0: no "
+        "reserve.",
     )
     free_memory_mb: int = Field(
         256,

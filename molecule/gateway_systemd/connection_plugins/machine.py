@@ -1,4 +1,4 @@
-"""Run tasks in a container booted by systemd-nspawn, by entering the namespaces of its init process."""
+"""Run tasks in a container booted by systemd-nspawn, by entering the namespaces of its first process."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Check each sandbox with a single raw command through the connection plugin; the sandboxes need no Python."""
+"""Check each sandbox with a single command through the connection plugin, without Python."""
 
 testinfra_hosts = ["source", "copies"]
 

@@ -22,7 +22,7 @@ TOP_LEVEL_FILES = (
 
 
 def list_members(source):
-    """Return (name in the package, path) for each packaged file, sorted by name."""
+    """Return (name in the package, path) of each packaged file, sorted by name."""
     paths = [source / name for name in TOP_LEVEL_FILES] + [
         path for path in (source / "src").rglob("*") if path.is_file()
     ]

@@ -1,8 +1,8 @@
 """Test whether a guest boots on /dev/kvm, and print ``{"accelerator": "kvm"|"tcg", "reason": sentence}``.
 
-Opening the device is not enough: on some hypervisors it opens, but no stock kernel boots. Therefore, this program boots
-a stock kernel and waits until it looks for its root file system, which does not exist, or a time limit expires. The
-program uses only the standard library and removes all its files.
+Opening the device is not enough: on some hypervisors it opens, but no stock kernel boots. Therefore this program boots
+a stock kernel until the kernel looks for its root file system, which does not exist, or until a time limit. The program
+uses only the standard library and removes all its files.
 """
 
 import argparse

@@ -36,6 +36,7 @@ def test_a_cancelled_start_leaves_no_process(tmp_path: Path, monkeypatch: pytest
 
     monkeypatch.setattr(machine, "start_in_namespace", start_slowly)
     monkeypatch.setattr(machine, "build_arguments", lambda *_, **__: [])
+    monkeypatch.setattr(machine, "stop_appending", lambda _: True)
     files = cast("Any", SimpleNamespace(directory=tmp_path, qmp=tmp_path / "qmp"))
     shape = cast("Any", SimpleNamespace(netns=tmp_path))
 
@@ -55,7 +56,7 @@ def test_a_cancelled_start_leaves_no_process(tmp_path: Path, monkeypatch: pytest
 def test_a_cancelled_start_leaves_no_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     created_directories: list[Path] = []
 
-    def create_slowly(_: Path, files: Any, *__: object) -> None:
+    def create_slowly(_: Any, files: Any, *__: object) -> None:
         time.sleep(0.15)
         files.directory.mkdir(parents=True)
         (files.directory / "rootfs.img").touch()

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from sandbox_gateway.engine.engine import Engine
-from sandbox_gateway.records import now
+from sandbox_gateway.records import Retention, now
 from tests.support.memory_engine import create, open_engine, wait_until
 
 pytestmark = pytest.mark.anyio
@@ -51,3 +51,28 @@ async def test_checks_continue_after_a_failed_check(tmp_path: Path, monkeypatch:
         await asyncio.wait_for(failed.wait(), 10)
         await engine.sandboxes.set_timeout("mortal", 0.01)
         await wait_until(lambda: sandbox_names(engine) == [])
+
+
+async def test_a_snapshot_is_removed_when_it_reaches_its_maximum_age(tmp_path: Path) -> None:
+    """Nothing else changes at that time, so the rules must be applied again because of the time alone."""
+    async with open_engine(tmp_path) as engine:
+        await create(engine, "one")
+        rule = Retention(max_age=0.8)
+        older = await engine.snapshots.create("one", retention=rule)
+        newest = await engine.snapshots.create("one", retention=rule)
+        await asyncio.sleep(0.3)
+        assert [each.id for each in engine.snapshots.list()] == [older.id, newest.id]
+        await wait_until(lambda: [each.id for each in engine.snapshots.list()] == [newest.id])
+
+
+async def test_a_snapshot_that_was_in_use_is_removed_after_its_last_user(tmp_path: Path) -> None:
+    async with open_engine(tmp_path) as engine:
+        await create(engine, "one")
+        rule = Retention(keep_last=1)
+        older = await engine.snapshots.create("one", retention=rule)
+        await create(engine, "user", older.id)
+        newest = await engine.snapshots.create("one", retention=rule)
+        await asyncio.sleep(0.6)
+        assert [each.id for each in engine.snapshots.list()] == [older.id, newest.id]
+        await engine.sandboxes.delete("user")
+        await wait_until(lambda: [each.id for each in engine.snapshots.list()] == [newest.id])

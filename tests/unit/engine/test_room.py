@@ -12,7 +12,7 @@ from sandbox_gateway.engine import room
 from sandbox_gateway.engine.engine import Engine
 from sandbox_gateway.engine.spec import ForkSpec
 from sandbox_gateway.errors import NoSpace
-from sandbox_gateway.hosts.base import Usage
+from sandbox_gateway.hosts.base import MemoryDisk, Usage
 from sandbox_gateway.records import Sandbox
 from tests.api.memory_host import MemoryHost
 from tests.support.memory_engine import create, open_engine, wait_until
@@ -22,19 +22,20 @@ MIB = 1 << 20
 
 
 class _Host(MemoryHost):
-    """A host that counts captures. ``memory_bytes``: the memory that each machine uses."""
+    """A host that counts captures. ``memory_bytes`` and ``image_bytes``: the usage of each machine."""
 
     def __init__(self) -> None:
         super().__init__()
         self.captured = 0
         self.memory_bytes = 200 * MIB
+        self.image_bytes = 0
 
     async def capture(self, *args, **kwargs):  # type: ignore[no-untyped-def]
         self.captured += 1
         return await super().capture(*args, **kwargs)
 
     async def usage(self, sandbox: Sandbox) -> Usage:
-        return Usage(disk_bytes=0, memory_bytes=self.memory_bytes)
+        return Usage(disk_bytes=0, memory_bytes=self.memory_bytes, image_bytes=self.image_bytes)
 
     def set_free(self, *, disk_mb: int | None = None, memory_mb: int | None = None) -> None:
         if disk_mb is not None:
@@ -109,6 +110,42 @@ async def test_a_capture_is_refused_only_if_the_memory_in_use_would_fill_the_dis
             await _capture(engine)
     else:
         await _capture(engine)
+
+
+@pytest.mark.parametrize(
+    ("free_mb", "used_mb", "image_mb", "is_refused"),
+    [(1256, 999, 0, False), (1199, 150, 50, True), (1200, 150, 50, False)],
+)
+async def test_a_capture_is_refused_if_it_would_fill_the_memory_root(
+    engine: Engine, host: _Host, free_mb: int, used_mb: int, image_mb: int, is_refused: bool
+) -> None:
+    memory_disk = MemoryDisk("/memory", free_mb * MIB, 9000 * MIB)
+    host.available = replace(host.available, disk_free=1000 * MIB, memory_disk=memory_disk)
+    host.memory_bytes, host.image_bytes = used_mb * MIB, image_mb * MIB
+    if is_refused:
+        with pytest.raises(
+            NoSpace, match=r"a capture of a \(up to 200 MiB\) would .* in the memory root /memory, which"
+        ):
+            await _capture(engine)
+    else:
+        await _capture(engine)
+    host.set_free(disk_mb=999)
+    with pytest.raises(NoSpace, match="the host has 999 MiB free"):
+        await engine.snapshots.create("a")
+
+
+async def test_a_full_memory_root_refuses_only_captures_with_memory(engine: Engine, host: _Host) -> None:
+    host.available = replace(host.available, memory_disk=MemoryDisk("/memory", 0, 9000 * MIB))
+    await engine.snapshots.create("a", name="disk", memory="none")
+    await _fork(engine)
+    with pytest.raises(NoSpace, match="memory root"):
+        await _clone(engine)
+
+
+async def test_the_space_of_an_unavailable_memory_root_is_not_checked(engine: Engine, host: _Host) -> None:
+    """The capture itself is refused, with a better message."""
+    host.available = replace(host.available, memory_disk=MemoryDisk("/memory", problem="/memory is not mounted"))
+    await _capture(engine)
 
 
 async def test_a_capture_without_memory_needs_only_the_reserve(engine: Engine, host: _Host) -> None:

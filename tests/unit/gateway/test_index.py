@@ -10,17 +10,20 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sandbox_gateway.engine.index import Index
-from sandbox_gateway.errors import NameTaken, NotFound
+from sandbox_gateway.engine.index import MAX_TREE_DEPTH, Index
+from sandbox_gateway.errors import Invalid, NameTaken, NotFound
 from sandbox_gateway.records import (
     NAME_PATTERN,
     Mount,
+    Retention,
     Sandbox,
     SandboxState,
     Snapshot,
     SnapshotKind,
     Volume,
+    VolumeCapture,
     VolumeSnapshot,
+    new_id,
     now,
 )
 
@@ -206,16 +209,14 @@ def test_the_newer_of_two_snapshots_loses_only_the_shared_name() -> None:
     assert index.snapshot("a") is older and index.snapshot("b") is newer and newer.names == ["b"]
 
 
-def test_sandboxes_that_use_a_snapshot_are_found() -> None:
+def test_volume_snapshots_in_a_snapshot_are_found() -> None:
     index = Index()
-    snapshot = Snapshot(names=["s"])
-    index.put(snapshot)
-    fork = Sandbox(name="forked", forked_from=snapshot.id)
-    rollback = Sandbox(name="rolled-back", base=snapshot.id)
-    paused = Sandbox(name="paused", pause_snapshot=snapshot.id)
-    for sandbox in (fork, rollback, paused, Sandbox(name="stranger")):
-        index.put(sandbox)
-    assert index.sandboxes_using(snapshot) == [fork, rollback, paused]
+    included, other = (VolumeSnapshot(name=name, volume=new_id(), size_mb=64) for name in ("a", "b"))
+    ids = (included.id, new_id())
+    snapshot = Snapshot(volumes=[VolumeCapture(volume=included.volume, snapshot=id) for id in ids])
+    for record in (included, other, snapshot):
+        index.put(record)
+    assert index.volume_snapshots_in(snapshot) == [included]
 
 
 def test_lineage_returns_all_trees_or_one_branch() -> None:
@@ -256,3 +257,118 @@ def test_a_long_reference_is_shortened() -> None:
         with pytest.raises(NotFound) as error_info:
             Index().volume(ref)
         assert re.search(rf"(?<!a){re.escape(expected)}(?!a|\.)", error_info.value.message), error_info.value.message
+
+
+def _chain(length: int) -> list[Snapshot]:
+    """Return snapshots of which each is the parent of the next."""
+    start = now()
+    ids = [f"{number:012x}" for number in range(length)]
+    return [
+        Snapshot(id=id, parent=parent, created_at=start + timedelta(seconds=number))
+        for number, (id, parent) in enumerate(zip(ids, ["", *ids], strict=False))
+    ]
+
+
+def test_the_lineage_of_a_chain_of_ten_thousand_snapshots_is_a_list() -> None:
+    index, chain = Index(), _chain(10_000)
+    index.load([], chain)
+    nodes = list(index.walk_lineage())
+    assert [node["id"] for node in nodes] == [each.id for each in chain]
+    assert [node["depth"] for node in nodes] == list(range(10_000))
+    assert [node["parent"] for node in nodes] == [each.parent for each in chain]
+    assert [node["id"] for node in index.walk_lineage(chain[-2].id)] == [each.id for each in chain[-2:]]
+
+
+def test_trees_that_are_too_deep_are_refused() -> None:
+    index, chain = Index(), _chain(MAX_TREE_DEPTH + 1)
+    index.load([], chain)
+    with pytest.raises(Invalid, match=r"deeper than 100 levels.*flat=true.*root"):
+        index.lineage()
+    (tree,) = index.lineage(chain[1].id)
+    for snapshot in chain[1:-1]:
+        assert tree["id"] == snapshot.id and not {"depth", "parent"} & tree.keys()
+        (tree,) = tree["children"]
+    assert (tree["id"], tree["children"]) == (chain[-1].id, [])
+
+
+def test_the_lineage_of_records_that_refer_to_each_other_ends() -> None:
+    index = Index()
+    one, two = Snapshot(parent="0" * 11 + "2", id="0" * 11 + "1"), Snapshot(parent="0" * 11 + "1", id="0" * 11 + "2")
+    index.load([], [one, two])
+    assert index.lineage() == []
+    assert [node["id"] for node in index.walk_lineage(one.id)] == [one.id, two.id]
+
+
+def test_lists_are_sorted_and_leave_out_hidden_snapshots() -> None:
+    index, start = Index(), now()
+    kinds = [SnapshotKind.SNAPSHOT, SnapshotKind.TEMPLATE, SnapshotKind.PAUSE, SnapshotKind.SNAPSHOT]
+    snapshots = [Snapshot(kind=kind, created_at=start + timedelta(seconds=number)) for number, kind in enumerate(kinds)]
+    doomed = Snapshot(doomed=True)
+    for snapshot in (*snapshots[::-1], doomed):
+        index.put(snapshot)
+    first, template, _, last = snapshots
+    visible = [SnapshotKind.SNAPSHOT, SnapshotKind.TEMPLATE]
+    assert list(index.walk_snapshots(visible)) == [first, template, last]
+    assert list(index.walk_snapshots(visible, backwards=True)) == [last, template, first]
+    assert list(index.walk_snapshots(visible, (first.created_at, first.id))) == [template, last]
+    assert list(index.walk_snapshots([SnapshotKind.SNAPSHOT])) == [first, last]
+    index.remove(first.id)
+    assert list(index.walk_snapshots([SnapshotKind.SNAPSHOT])) == [last]
+
+
+def test_a_record_that_was_changed_in_place_leaves_nothing_behind() -> None:
+    index = Index()
+    sandbox = Sandbox(name="before", forked_from="0" * 12)
+    index.put(sandbox)
+    sandbox.name, sandbox.forked_from, sandbox.created_at = "after", "1" * 12, now()
+    index.put(sandbox)
+    assert index.is_free("before") and index.owner("after") == sandbox.id
+    assert index.sandboxes_using(Snapshot(id="0" * 12)) == []
+    assert index.sandboxes_using(Snapshot(id="1" * 12)) == list(index.walk_sandboxes()) == [sandbox]
+    index.remove(sandbox.id)
+    assert index.is_free("after") and list(index.walk_sandboxes()) == [] and sandbox.id not in index
+
+
+@pytest.mark.parametrize(
+    ("group", "changes"),
+    [
+        ("expiring", {"expires_at": now()}),
+        ("retained", {"retention": Retention(keep_last=1)}),
+        ("prewarmed", {"prewarm": 1}),
+        ("collectable", {"doomed": True}),
+        ("collectable", {"kind": SnapshotKind.TRANSIENT}),
+    ],
+)
+def test_groups_follow_the_records(group: str, changes: dict[str, Any]) -> None:
+    index, snapshot = Index(), Snapshot()
+    index.put(snapshot)
+    assert getattr(index, group) == set()
+    index.put(snapshot.model_copy(update=changes))
+    assert [each.id for each in index.snapshots_in(getattr(index, group))] == [snapshot.id]
+    index.put(snapshot)
+    assert getattr(index, group) == set()
+    index.put(snapshot.model_copy(update=changes))
+    index.remove(snapshot.id)
+    assert getattr(index, group) == set()
+
+
+@pytest.mark.parametrize("changes", [{"doomed": True}, {"kind": SnapshotKind.PAUSE}])
+def test_hidden_snapshots_do_not_expire(changes: dict[str, Any]) -> None:
+    index = Index()
+    index.put(Snapshot(expires_at=now(), retention=Retention(keep_last=1)).model_copy(update=changes))
+    assert index.expiring == index.retained == set()
+
+
+def test_the_version_of_retained_snapshots_changes_with_them() -> None:
+    index, snapshot = Index(), Snapshot(retention=Retention(keep_last=1))
+    versions = [index.retained_version]
+    for change in (
+        lambda: index.put(snapshot),
+        lambda: index.put(snapshot.model_copy(update={"parent": "0" * 12})),
+        lambda: index.remove(snapshot.id),
+    ):
+        change()
+        versions.append(index.retained_version)
+    assert versions == sorted(set(versions))
+    index.put(Snapshot())
+    assert index.retained_version == versions[-1]

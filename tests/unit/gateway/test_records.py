@@ -12,7 +12,7 @@ from pydantic import ValidationError
 
 from sandbox_gateway.errors import Invalid
 from sandbox_gateway.recipes import Recipe, source_digest
-from sandbox_gateway.records import NAME_PATTERN, Sandbox, check_name, now
+from sandbox_gateway.records import NAME_PATTERN, Mount, Resources, Sandbox, Snapshot, check_name, compact, now
 
 texts = st.text(max_size=40)
 
@@ -97,3 +97,31 @@ def test_a_root_file_system_needs_an_existing_path() -> None:
         Recipe.model_validate({"source": "rootfs", "path": "relative"})
     with pytest.raises(Invalid, match="cannot be read"):
         source_digest(Recipe.model_validate({"source": "rootfs", "path": "/nowhere/at/all"}))
+
+
+def test_a_compact_record_has_the_same_values() -> None:
+    sandbox = Sandbox(
+        name="one",
+        resources=Resources(cpus=2, memory_mb=128, disk_mb=64),
+        mounts=[Mount(volume="0" * 12, path="/data")],
+        metadata={"a": "b"},
+    )
+    before = sandbox.model_dump()
+    assert compact(sandbox) is sandbox and sandbox.model_dump() == before
+    changed = sandbox.model_copy(update={"name": "two"}, deep=True)
+    assert changed.model_dump() == {**before, "name": "two"} and sandbox.name == "one"
+
+
+def test_compact_records_share_resources_that_cannot_change() -> None:
+    one, two = (compact(Snapshot(resources=Resources(cpus=3))) for _ in range(2))
+    assert one.resources is two.resources and one.resources == Resources(cpus=3)
+    with pytest.raises(ValidationError):
+        one.resources.cpus = 4  # type: ignore[misc]
+    assert compact(Snapshot()).resources == Resources()
+
+
+def test_a_compact_record_keeps_the_fields_of_a_newer_release() -> None:
+    resources = {"cpus": 1, "memory_mb": 256, "disk_mb": 2048, "gpus": 1}
+    record = compact(Snapshot.model_validate({"colour": "blue", "resources": resources}))
+    saved = record.model_dump()
+    assert saved["colour"] == "blue" and saved["resources"] == resources

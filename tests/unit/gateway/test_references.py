@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import pytest
 
-from sandbox_gateway.engine.references import in_use_error, naming_external_users
+from sandbox_gateway.config import Config
+from sandbox_gateway.engine.context import Context
+from sandbox_gateway.engine.references import References, in_use_error, naming_external_users
 from sandbox_gateway.errors import InUse, InUseExternally
 from sandbox_gateway.records import Sandbox, Snapshot, SnapshotKind, Volume, VolumeSnapshot
+from tests.api.memory_host import MemoryHost
 
 VOLUME = Volume(name="data")
 VOLUME_SNAPSHOT = VolumeSnapshot(name="monday", volume=VOLUME.id, size_mb=64)
@@ -46,3 +49,16 @@ def test_other_errors_of_a_host_are_not_changed() -> None:
 
 def test_the_message_of_the_hosts_error_names_the_users() -> None:
     assert InUseExternally({"hold": {"p@s": "p@s"}}, "Release it.").message == "p@s"
+
+
+def test_sandboxes_that_use_a_snapshot_are_found() -> None:
+    context = Context(MemoryHost(), Config())
+    index = context.index
+    snapshot = Snapshot(names=["s"])
+    index.put(snapshot)
+    fork = Sandbox(name="forked", forked_from=snapshot.id)
+    rollback = Sandbox(name="rolled-back", base=snapshot.id)
+    paused = Sandbox(name="paused", pause_snapshot=snapshot.id)
+    for sandbox in (fork, rollback, paused, Sandbox(name="stranger")):
+        index.put(sandbox)
+    assert References(context).users_of(snapshot).sandboxes == [fork, rollback, paused]

@@ -7,7 +7,7 @@ from datetime import UTC, datetime, timedelta
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sandbox_gateway.engine.retention import find_surplus
+from sandbox_gateway.engine.retention import find_next_change, find_surplus
 from sandbox_gateway.records import Retention, Snapshot
 
 NOON = datetime(2026, 3, 10, 12, tzinfo=UTC)
@@ -77,3 +77,24 @@ def test_rules_are_idempotent_and_never_remove_everything(rule: Retention, hours
     remaining = [each for each in snapshots if each not in surplus]
     assert remaining
     assert find_surplus(remaining, NOON) == []
+
+
+@given(
+    ages=st.lists(st.integers(0, 100), min_size=1, max_size=8),
+    max_age=st.integers(1, 100),
+    later=st.integers(0, 120),
+)
+def test_the_surplus_stays_the_same_until_the_next_change(ages: list[int], max_age: int, later: int) -> None:
+    rule = Retention(max_age=max_age * 3600)
+    snapshots = [new_snapshot(hours, rule, source) for hours in ages for source in ("a" * 12, "b" * 12)]
+    change, at = find_next_change(snapshots, NOON), NOON + timedelta(hours=later)
+    if change is None or at < change:
+        assert find_surplus(snapshots, at) == find_surplus(snapshots, NOON)
+
+
+def test_the_next_change_is_the_earliest_end_of_a_maximum_age() -> None:
+    rule = Retention(max_age=3 * 3600)
+    snapshots = [new_snapshot(hours, rule) for hours in (5, 2, 1)]
+    assert find_next_change(snapshots, NOON) == NOON + timedelta(hours=1)
+    without_age = [new_snapshot(5, None), new_snapshot(1, Retention(keep_last=1), "b" * 12)]
+    assert find_next_change(without_age, NOON) is None

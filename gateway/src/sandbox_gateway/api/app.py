@@ -58,7 +58,11 @@ async def health(request: Request, engine: EngineDep) -> HealthShape:
         with contextlib.suppress(GatewayError):  # The gateway runs, even if the host does not say what it has left.
             room = room_shape(await engine.room.report())
     return HealthShape(
-        status="ok", sandboxes=len(engine.sandboxes.list()), version=__version__, backend=engine.host.kind, room=room
+        status="ok",
+        sandboxes=engine.sandboxes.count().total(),
+        version=__version__,
+        backend=engine.host.kind,
+        room=room,
     )
 
 

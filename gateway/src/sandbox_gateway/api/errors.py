@@ -52,7 +52,8 @@ class ErrorShape(BaseModel):
     details: dict[str, Any] = Field(
         {},
         description="The details of the message, as data. not_found: resource, parent; in_use: resource, users "
-        "(kind, id, name), overrides (parameters of the request that remove an obstacle).",
+        "(kind, id, name), overrides (parameters of the request that remove an obstacle); a failed boot: console (its "
+        "last lines).",
     )
 
 

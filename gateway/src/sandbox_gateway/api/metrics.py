@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-from collections import Counter as Tally
 from collections.abc import Iterable
 from http import HTTPStatus
 from typing import TYPE_CHECKING
@@ -18,7 +17,7 @@ from prometheus_client.registry import Collector
 from sandbox_gateway.api.dependencies import EngineDep
 from sandbox_gateway.engine.loads import totals
 from sandbox_gateway.errors import GatewayError
-from sandbox_gateway.records import SandboxState, Snapshot, SnapshotKind
+from sandbox_gateway.records import SandboxState, Snapshot
 
 if TYPE_CHECKING:
     from sandbox_gateway.engine.engine import Engine
@@ -95,6 +94,9 @@ class Metrics:
         ):
             for gauge, value in zip((self._free, self._total, self._promised), values, strict=True):
                 gauge.labels(resource).set(value)
+        if room.memory_disk is not None:
+            self._free.labels("memory_root").set(room.memory_disk.free)
+            self._total.labels("memory_root").set(room.memory_disk.total)
         self._stalled.set(len(report.stalled))
 
     def record_connection_end(self, reason: str) -> None:
@@ -122,13 +124,12 @@ class _Inventory(Collector):
         self._engine = engine
 
     def collect(self) -> Iterable[Metric]:
-        states = Tally(sandbox.state.value for sandbox in self._engine.sandboxes.list())
+        states = self._engine.sandboxes.count()
         sandboxes = GaugeMetricFamily("sandbox_gateway_sandboxes", "Sandboxes, by state.", labels=["state"])
         for state in SandboxState:
             sandboxes.add_metric([state.value], states[state.value])
         yield sandboxes
-        visible_snapshots = self._engine.snapshots.list([SnapshotKind.SNAPSHOT, SnapshotKind.TEMPLATE])
-        kinds = Tally(snapshot.kind.value for snapshot in visible_snapshots)
+        kinds = self._engine.snapshots.count()
         snapshots = GaugeMetricFamily("sandbox_gateway_snapshots", "Visible snapshots, by kind.", labels=["kind"])
         for kind in ("snapshot", "template"):
             snapshots.add_metric([kind], kinds[kind])

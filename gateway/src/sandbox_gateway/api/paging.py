@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import binascii
+import itertools
 import json
 from collections.abc import Callable, Iterable
 from datetime import UTC, datetime
@@ -11,10 +12,10 @@ from typing import Annotated, Literal, TypeVar
 
 from fastapi import Query, Response
 
+from sandbox_gateway.engine.creation_order import Key
 from sandbox_gateway.errors import Invalid
 
 Item = TypeVar("Item")
-Key = tuple[datetime, str]
 Order = Literal["asc", "desc"]
 
 HEADER = "x-next-token"
@@ -24,17 +25,37 @@ NextToken = Annotated[str, Query(max_length=500, description=f"The `{HEADER}` he
 
 
 def page(
-    items: Iterable[Item], key: Callable[[Item], Key], response: Response, limit: int, token: str, order: Order = "asc"
+    walk: Callable[[Key | None, bool], Iterable[Item]],
+    key: Callable[[Item], Key],
+    response: Response,
+    limit: int,
+    token: str,
+    order: Order = "asc",
 ) -> list[Item]:
-    """Return the page of ``items`` after ``token``, and set ``response``'s header for the next. Raises Invalid."""
-    backwards = order == "desc"
-    ordered = sorted(items, key=key, reverse=backwards)
-    if token:
-        last_key = _decode(token, order)
-        ordered = [item for item in ordered if (key(item) < last_key if backwards else key(item) > last_key)]
-    if len(ordered) > limit:
-        response.headers[HEADER] = _encode(key(ordered[limit - 1]), order)
-    return ordered[:limit]
+    """Return the page after ``token``, and set ``response``'s header for the next. Raises Invalid.
+
+    ``walk(after, backwards)``: returns the entries after the key ``after``, sorted by ``key``. Only those on the page
+    are taken from it.
+    """
+    last_key = _decode(token, order) if token else None
+    items = [*itertools.islice(walk(last_key, order == "desc"), limit + 1)]
+    if len(items) > limit:
+        response.headers[HEADER] = _encode(key(items[limit - 1]), order)
+    return items[:limit]
+
+
+def page_list(
+    items: Iterable[Item], key: Callable[[Item], Key], response: Response, limit: int, token: str
+) -> list[Item]:
+    """Return the page of ``items`` after ``token``, like ``page``. For lists that are short and not sorted."""
+    ordered = sorted(items, key=key)
+    return page(
+        lambda after, _: ordered if after is None else [item for item in ordered if key(item) > after],
+        key,
+        response,
+        limit,
+        token,
+    )
 
 
 def _encode(key: Key, order: Order) -> str:

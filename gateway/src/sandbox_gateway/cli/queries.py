@@ -76,5 +76,8 @@ def show_health(settings: Settings) -> None:
                 formats.format_size(room[f"{resource}{kind}Bytes"]) for kind in ("Free", "Total", "Promised")
             )
             print(f"{resource}: {free} of {total} free, {promised} promised to sandboxes")
+        if root := room.get("memoryRoot"):
+            free, total = formats.format_size(root["freeBytes"]), formats.format_size(root["totalBytes"])
+            print(f"memory root {root['path']}: " + (root["problem"] or f"{free} of {total} free"))
         if stalled := room["stalled"]:
             print(f"stopped, because the disk has no space left: {', '.join(stalled)}")

@@ -83,15 +83,29 @@ def print_details(item: Mapping[str, Any]) -> None:
 
 
 def print_tree(nodes: Sequence[Mapping[str, Any]]) -> None:
+    """Print trees. ``nodes``: each object before its descendants, with its ``depth``.
+
+    Objects deeper than ``_MAX_TREE_LEVELS`` are not indented further, and their level is shown as a number.
+    """
     from rich.text import Text
     from rich.tree import Tree
 
     if not nodes:
         print_note("no templates yet: `sandboxctl template build NAME` builds one")
+    trees: list[Any] = []
+    path: list[Any] = []
     for node in nodes:
-        root = Tree(Text.from_markup(_format_node(node)))
-        _add_children(root, node)
-        create_console().print(root)
+        depth = min(node["depth"], _MAX_TREE_LEVELS)
+        suffix = "" if depth == node["depth"] else f" [dim](level {node['depth']})[/]"
+        label = Text.from_markup(_format_node(node) + suffix)
+        del path[depth:]
+        if path:
+            path.append(path[-1].add(label))
+        else:
+            trees.append(Tree(label))
+            path.append(trees[-1])
+    for tree in trees:
+        create_console().print(tree)
 
 
 def create_console() -> Any:
@@ -102,6 +116,8 @@ def create_console() -> Any:
 
 
 _HIDDEN = frozenset({"envdAccessToken", "trafficAccessToken", "token", "clientID", "envdVersion"})
+_MAX_TREE_LEVELS = 16
+"""Maximum depth to which a tree is indented, because a chain of snapshots can have thousands of levels."""
 _MAX_NAMES = 3
 """Maximum number of sandboxes that a row names."""
 
@@ -252,13 +268,6 @@ _LINE_FORMATS: dict[str, Callable[[Any], str]] = {
     "stuck": str,
 }
 """How to format the entries of list properties, one per line."""
-
-
-def _add_children(branch: Any, node: Mapping[str, Any]) -> None:
-    from rich.text import Text
-
-    for child in node["children"]:
-        _add_children(branch.add(Text.from_markup(_format_node(child))), child)
 
 
 def _format_node(node: Mapping[str, Any]) -> str:

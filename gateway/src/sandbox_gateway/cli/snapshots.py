@@ -193,5 +193,7 @@ def tree(
 ) -> None:
     """Show the lineage of templates, snapshots and sandboxes."""
     settings = get_settings(ctx, as_json)
-    nodes = settings.client.get("/lineage", root=root)
-    render.print_json(nodes) if settings.json else render.print_tree(nodes)
+    if settings.json:
+        render.print_json(settings.client.get("/lineage", root=root))
+    else:
+        render.print_tree(settings.client.get("/lineage", root=root, flat=True))

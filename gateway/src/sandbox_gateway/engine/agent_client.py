@@ -34,6 +34,7 @@ _ATTEMPT_INTERVAL_SECONDS = 0.01
 _SLOW_ATTEMPT_INTERVAL_SECONDS = 0.25
 _FAST_ATTEMPTS_SECONDS = 0.5
 _MAX_ATTEMPTS = 8
+_CALL_TIMEOUT_SECONDS = 30.0
 _LINE_FRAME_BYTES = 4096
 _LINE_TIMEOUT_SECONDS = 5.0
 _MAX_LINE_BYTES = 1 << 16
@@ -180,7 +181,12 @@ class AgentClient:
                 _discard_attempt(attempt)
 
     async def call(
-        self, path: str, body: dict[str, Any] | None, *, seconds: float = 30, max_bytes: int = guest_json.DEFAULT_BYTES
+        self,
+        path: str,
+        body: dict[str, Any] | None,
+        *,
+        seconds: float = _CALL_TIMEOUT_SECONDS,
+        max_bytes: int = guest_json.DEFAULT_BYTES,
     ) -> dict[str, Any]:
         """Send a POST request with a JSON body, or a GET request if ``body`` is None. Return the JSON of the response.
 
@@ -217,6 +223,25 @@ class AgentClient:
             for each in mounts
         ]
         await self.call("/mounts", {"mounts": entries}, seconds=seconds)
+
+    async def sync(self, *, seconds: float = _CALL_TIMEOUT_SECONDS) -> None:
+        """Make the guest write its cached data to its disk."""
+        await self.call("/sync", {}, seconds=seconds)
+
+    async def freeze(self, *, seconds: int) -> bool:
+        """Block writes to the guest's file system until ``thaw``, but for at most ``seconds``.
+
+        Returns False if the file system cannot be frozen.
+        """
+        return bool((await self.call("/freeze", {"seconds": seconds})).get("frozen"))
+
+    async def thaw(self) -> None:
+        """Allow writes to the guest's file system again."""
+        await self.call("/thaw", {})
+
+    async def start_interpreter(self, *, seconds: float) -> None:
+        """Start the default Python context of the sandbox's interpreter, so that the first code runs immediately."""
+        await self.call("/contexts/default/start", {}, seconds=seconds)
 
     async def exec(
         self,

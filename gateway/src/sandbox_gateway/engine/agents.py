@@ -1,4 +1,4 @@
-"""The agents inside sandboxes: their tokens, addresses and identities."""
+"""The agents inside sandboxes: their tokens, addresses, identities and mounts."""
 
 from __future__ import annotations
 
@@ -7,6 +7,8 @@ from functools import partial
 from sandbox_gateway.engine.agent_client import AgentClient, Identity
 from sandbox_gateway.engine.context import Context
 from sandbox_gateway.records import NetworkPolicy, Sandbox
+
+_MOUNT_TIMEOUT_SECONDS = 30.0
 
 
 class Agents:
@@ -40,6 +42,17 @@ class Agents:
         await self.client(sandbox).identify(
             identity, seconds=seconds, end_reason=partial(self._host.end_reason, sandbox)
         )
+
+    async def mount_volumes(
+        self, sandbox: Sandbox, *, stale: bool = False, seconds: float = _MOUNT_TIMEOUT_SECONDS
+    ) -> None:
+        """Make the agent mount the volumes in ``sandbox.mounts`` that the host cannot mount from outside.
+
+        ``stale``: the guest may still have mounts of other volumes, which the agent then removes.
+        """
+        guest_mounts = self._host.guest_mounts(sandbox)
+        if guest_mounts or stale:
+            await self.client(sandbox).set_mounts(guest_mounts, seconds=seconds)
 
     def _name_servers(self, policy: NetworkPolicy) -> list[str]:
         return self._host.name_servers() if policy.allows_egress else []

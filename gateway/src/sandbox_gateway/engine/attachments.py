@@ -1,4 +1,4 @@
-"""Attach volumes to existing sandboxes, detach them, and mount them inside."""
+"""Attach volumes to existing sandboxes, and detach them."""
 
 from __future__ import annotations
 
@@ -14,7 +14,6 @@ from sandbox_gateway.log import Logger
 from sandbox_gateway.records import Mount, Sandbox, SandboxState
 from sandbox_gateway.tasks import finish_despite_cancellation
 
-_MOUNT_TIMEOUT_SECONDS = 30.0
 _UNMOUNT_TIMEOUT_SECONDS = 10.0
 
 log = Logger("engine")
@@ -56,7 +55,7 @@ class Attachments:
         try:
             await self._host.attach(updated, mount)
             try:
-                await self.mount_inside(updated)
+                await self._agents.mount_volumes(updated)
             except BaseException:
                 await self._unmount(updated, mount)
                 raise
@@ -98,30 +97,18 @@ class Attachments:
         remaining = _mounts_without(sandbox, mount)
         if self._host.guest_mounts(sandbox):
             try:
-                guest_mounts = self._host.guest_mounts(remaining)
-                await self._agents.client(sandbox).set_mounts(guest_mounts, seconds=_UNMOUNT_TIMEOUT_SECONDS)
+                await self._agents.mount_volumes(remaining, stale=True, seconds=_UNMOUNT_TIMEOUT_SECONDS)
             except GatewayError as error:
                 log.warning(
                     "the agent could not unmount a volume", sandbox=sandbox.id, path=mount.path, reason=error.message
                 )
         await self._host.detach(remaining, mount)
 
-    async def mount_inside(
-        self, sandbox: Sandbox, *, stale: bool = False, seconds: float = _MOUNT_TIMEOUT_SECONDS
-    ) -> None:
-        """Make the agent mount the volumes that the host cannot mount from outside.
-
-        ``stale``: the guest may still have mounts of other volumes, which the agent then removes.
-        """
-        guest_mounts = self._host.guest_mounts(sandbox)
-        if guest_mounts or stale:
-            await self._agents.client(sandbox).set_mounts(guest_mounts, seconds=seconds)
-
     async def complete_mounts(self, sandbox_id: str) -> None:
         """Complete an attachment or detachment that a restart interrupted."""
         async with self._locking.sandbox(sandbox_id) as sandbox:
             if sandbox.state is SandboxState.RUNNING:
-                await self.mount_inside(sandbox)
+                await self._agents.mount_volumes(sandbox)
 
 
 def _mounts_without(sandbox: Sandbox, mount: Mount) -> Sandbox:

@@ -11,12 +11,13 @@ from sandbox_gateway.engine.context import Context
 from sandbox_gateway.engine.locking import Locking
 from sandbox_gateway.engine.record_changes import save_sandbox, save_snapshot
 from sandbox_gateway.engine.room import RoomKeeper
-from sandbox_gateway.engine.volumes import Volumes
+from sandbox_gateway.engine.volume_records import add_volume_snapshot
 from sandbox_gateway.errors import BackendFailed, GatewayError, Invalid
 from sandbox_gateway.log import Logger
 from sandbox_gateway.records import Sandbox, Snapshot, SnapshotKind, Volume, VolumeCapture, VolumeSnapshot
 
 _FREEZE_SECONDS = 20
+"""After this time the guest can write again, even if the gateway has not sent the request to thaw."""
 _SYNC_TIMEOUT_SECONDS = 10
 
 log = Logger("engine")
@@ -24,13 +25,7 @@ log = Logger("engine")
 
 class Captures:
     def __init__(
-        self,
-        context: Context,
-        locking: Locking,
-        agents: Agents,
-        collector: Collector,
-        volumes: Volumes,
-        room: RoomKeeper,
+        self, context: Context, locking: Locking, agents: Agents, collector: Collector, room: RoomKeeper
     ) -> None:
         self._context = context
         self._host = context.host
@@ -38,7 +33,6 @@ class Captures:
         self._locking = locking
         self._agents = agents
         self._collector = collector
-        self._volumes = volumes
         self._room = room
 
     def new_snapshot_record(self, sandbox: Sandbox, kind: SnapshotKind) -> Snapshot:
@@ -111,7 +105,7 @@ class Captures:
             async with self._flushed(sandbox, freeze=not memory and not self._host.abilities.atomic_capture):
                 snapshot = await self._host.capture(sandbox, snapshot, memory=memory, volumes=volume_snapshots)
             for volume, volume_snapshot in zip(locked_volumes, volume_snapshots, strict=True):
-                self._volumes.add_snapshot(volume, volume_snapshot)
+                add_volume_snapshot(self._context, volume, volume_snapshot)
         self._index.put(snapshot)
         return snapshot
 
@@ -132,7 +126,7 @@ class Captures:
         If the guest is too busy, it is captured anyway, because the captured memory includes the cache.
         """
         try:
-            await self._agents.client(sandbox).call("/sync", {}, seconds=_SYNC_TIMEOUT_SECONDS)
+            await self._agents.client(sandbox).sync(seconds=_SYNC_TIMEOUT_SECONDS)
         except GatewayError as error:
             log.debug("the sync before a capture failed", sandbox=sandbox.id, reason=error.message)
 
@@ -144,14 +138,14 @@ class Captures:
             yield
             return
         agent = self._agents.client(sandbox)
-        if not (await agent.call("/freeze", {"seconds": _FREEZE_SECONDS})).get("frozen"):
+        if not await agent.freeze(seconds=_FREEZE_SECONDS):
             raise BackendFailed("the sandbox's file system could not be frozen: take the snapshot with memory instead")
         try:
             yield
         finally:
             # By now the snapshot may be committed, and the agent thaws the file system itself after a while.
             try:
-                await agent.call("/thaw", {})
+                await agent.thaw()
             except GatewayError as error:
                 log.warning("thaw failed", sandbox=sandbox.id, reason=error.message)
 

@@ -12,7 +12,7 @@ from sandbox_gateway.engine.record_changes import record_locked, save_sandbox, s
 from sandbox_gateway.engine.references import References, naming_external_users
 from sandbox_gateway.errors import GatewayError, NotFound
 from sandbox_gateway.log import Logger
-from sandbox_gateway.records import Record, Sandbox, Snapshot, SnapshotKind, Volume, VolumeSnapshot
+from sandbox_gateway.records import Record, Sandbox, Snapshot, Volume, VolumeSnapshot
 from sandbox_gateway.tasks import finish_despite_cancellation
 
 log = Logger("engine")
@@ -59,7 +59,7 @@ class Collector:
         del self._removing[id]
         if not snapshot.is_hidden:
             self._context.events.publish("snapshot.deleted", snapshotID=id)
-        for each in self._references.volume_snapshots_in(snapshot):
+        for each in self._index.volume_snapshots_in(snapshot):
             try:
                 await self.remove_volume_snapshot(each)
             except GatewayError as error:
@@ -159,20 +159,14 @@ class Collector:
                 yield
         finally:
             ids = {each.id if isinstance(each, Snapshot) else each.sandbox_snapshot for each in records}
-            if any(_is_collectable(each) for each in self._index.snapshots.values() if each.id in ids):
+            if not self._index.collectable.isdisjoint(ids):
                 await finish_despite_cancellation(self.collect())
 
     async def _collect_snapshots(self) -> None:
-        for id in list(self._index.snapshots):
+        for id in [each.id for each in self._index.snapshots_in(self._index.collectable)]:
             # Read the record late, because removing one snapshot changes the records of others.
             snapshot = self._index.snapshots.get(id)
-            if snapshot is None or not _is_collectable(snapshot) or not self._backoff.is_due(id):
-                continue
-            heads = (sandbox.head for sandbox in self._index.sandboxes.values())
-            if self._index.sandboxes_using(snapshot) or (not snapshot.doomed and snapshot.id in heads):
-                continue
-            volume_snapshots = self._references.volume_snapshots_in(snapshot)
-            if self._references.is_pinned(snapshot) or self._references.blocking_volumes(volume_snapshots):
+            if snapshot is None or not self._backoff.is_due(id) or not self._references.can_collect(snapshot):
                 continue
             try:
                 await self.remove_snapshot(snapshot)
@@ -185,17 +179,11 @@ class Collector:
 
         The captures themselves may be kept for a long time, as the heads of their sources.
         """
-        for snapshot in list(self._index.snapshots.values()):
-            is_transient = snapshot.kind is SnapshotKind.TRANSIENT
-            volume_snapshots = self._references.volume_snapshots_in(snapshot) if is_transient else []
-            if (
-                not volume_snapshots
-                or self._references.is_pinned(snapshot)
-                or self._references.blocking_volumes(volume_snapshots)
-            ):
+        for snapshot in self._index.snapshots_in(self._index.collectable):
+            if not self._references.can_collect_volumes(snapshot):
                 continue
             try:
-                for each in volume_snapshots:
+                for each in self._index.volume_snapshots_in(snapshot):
                     await finish_despite_cancellation(self.remove_volume_snapshot(each))
                 await save_snapshot(self._context, snapshot.id, volumes=[])
             except GatewayError as error:
@@ -214,8 +202,3 @@ class Collector:
             except GatewayError as error:
                 log.warning("an unused volume could not be removed", volume=volume.id, reason=error.message)
                 self._backoff.delay(volume.id)
-
-
-def _is_collectable(snapshot: Snapshot) -> bool:
-    """Return whether a snapshot is removed as soon as it is unused."""
-    return snapshot.doomed or snapshot.kind is SnapshotKind.TRANSIENT

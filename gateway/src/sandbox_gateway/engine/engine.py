@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import time
+
 from sandbox_gateway.config import Config
 from sandbox_gateway.engine.agents import Agents
 from sandbox_gateway.engine.attachments import Attachments
@@ -46,43 +48,43 @@ class Engine:
         self.host, self.config, self.secret = host, config, context.secret
         self.index, self.events, self.background = context.index, context.events, context.background
 
-        # Locks, references, and removal of unused objects.
+        # What the primitives need: locks, users of objects, removal of unused objects, agents, room on the host, and
+        # forks that are ready to be claimed.
         locking = Locking(context)
         self.references = references = References(context)
         self.collector = collector = Collector(context, references)
-
-        # Access to the inside of a sandbox: its agent and its volumes.
         self.agents = agents = Agents(context)
-        self.commands = Commands(context, locking, agents)
-        self.volumes = volumes = Volumes(context, locking, references, collector)
-        self.attachments = attachments = Attachments(context, locking, agents, collector)
-        self.mounts = mounts = MountPlanner(context, locking, collector, volumes)
-
         self.room = room = RoomKeeper(context, locking)
+        self.prewarm = prewarm = Prewarm(context, agents, room)
 
         # The two primitives: start a machine from a snapshot, and take a snapshot of a running machine.
-        self.prewarm = prewarm = Prewarm(context, agents, room)
-        machines = MachineLifecycle(context, locking, agents, attachments, prewarm)
-        captures = Captures(context, locking, agents, collector, volumes, room)
+        self.machines = machines = MachineLifecycle(context, locking, agents, prewarm)
+        captures = Captures(context, locking, agents, collector, room)
 
-        # Operations built on these.
-        self.snapshots = snapshots = Snapshots(context, locking, references, collector, captures, prewarm)
-        self.forks = Forks(context, locking, collector, mounts, machines, captures, room)
+        # Operations on volumes, and inside running sandboxes. They do not need the primitives.
+        self.volumes = Volumes(context, locking, references, collector)
+        self.attachments = attachments = Attachments(context, locking, agents, collector)
+        self.commands = Commands(context, locking, agents)
+
+        # Operations that are built on the primitives.
+        self.mounts = mounts = MountPlanner(context, locking, collector)
         replacement = Replacement(context, locking, collector, machines)
+        builder = TemplateBuilder(context, agents, machines, captures, room)
+        self.snapshots = snapshots = Snapshots(context, locking, references, collector, captures, prewarm)
+        self.forks = Forks(context, locking, references, collector, mounts, machines, captures, room)
         self.sandboxes = sandboxes = Sandboxes(
             context, locking, agents, collector, mounts, machines, captures, replacement
         )
-        builder = TemplateBuilder(context, agents, machines, captures, room)
         self.templates = Templates(context, snapshots, builder, prewarm)
 
         # Work that no request triggers.
-        self.machines = machines
         self.loads = Loads(context)
         self._recovery = Recovery(context, collector, attachments, machines, sandboxes)
         self._expiry = Expiry(context, references, collector, snapshots, sandboxes)
 
     async def open(self) -> None:
         """Lock the host, scan it, and complete or undo operations that a crash interrupted."""
+        start_time = time.monotonic()
         await self.host.open()
         self.secret.load(self.config.host.state_root / "secret")
         scan = await self.host.scan()
@@ -94,7 +96,14 @@ class Engine:
         self.background.start(self.loads.watch())
         if self.host.abilities.can_stall:
             self.background.start(self.room.watch())
-        log.info("open", sandboxes=len(self.index.sandboxes), running=len(scan.alive), repaired=len(scan.repaired))
+        log.info(
+            "open",
+            sandboxes=len(self.index.sandboxes),
+            running=len(scan.alive),
+            snapshots=len(self.index.snapshots),
+            repaired=len(scan.repaired),
+            ms=round((time.monotonic() - start_time) * 1000),
+        )
 
     async def close(self) -> None:
         """Close the host after operations that have started to commit have finished. Sandboxes keep running."""

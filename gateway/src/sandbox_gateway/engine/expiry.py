@@ -8,8 +8,9 @@ from datetime import datetime
 from sandbox_gateway.engine.backoff import Backoff
 from sandbox_gateway.engine.collector import Collector
 from sandbox_gateway.engine.context import Context
+from sandbox_gateway.engine.index import Index
 from sandbox_gateway.engine.references import References
-from sandbox_gateway.engine.retention import find_surplus
+from sandbox_gateway.engine.retention import find_next_change, find_surplus
 from sandbox_gateway.engine.sandboxes import Sandboxes
 from sandbox_gateway.engine.snapshots import Snapshots
 from sandbox_gateway.engine.timeouts import has_expired
@@ -39,6 +40,7 @@ class Expiry:
         self._snapshots = snapshots
         self._sandboxes = sandboxes
         self._backoff = Backoff()
+        self._surplus = _Surplus(context.index)
         self._expiring: set[str] = set()
         """Sandboxes that are being paused or deleted, or whose lock is awaited."""
 
@@ -52,14 +54,14 @@ class Expiry:
                 _log_failure(error)
 
     async def _check(self, at: datetime) -> None:
-        self._backoff.retain_only(self._index.sandboxes.keys() | self._index.snapshots.keys())
+        self._backoff.retain_only(self._index)
         self._expire_sandboxes(at)
         await self._expire_snapshots(at)
         await self._collector.retry()
 
     def _expire_sandboxes(self, at: datetime) -> None:
         """Expire sandboxes in background tasks, so that a busy sandbox does not delay the others."""
-        for sandbox in self._sandboxes.list():
+        for sandbox in self._index.sandboxes.values():
             if has_expired(sandbox, at) and sandbox.id not in self._expiring and self._backoff.is_due(sandbox.id):
                 self._expiring.add(sandbox.id)
                 self._background.start(self._expire_sandbox(sandbox.id))
@@ -76,10 +78,10 @@ class Expiry:
             self._expiring.discard(id)
 
     async def _expire_snapshots(self, at: datetime) -> None:
-        for snapshot in self._snapshots.list():
+        for snapshot in self._index.snapshots_in(self._index.expiring):
             if snapshot.expires_at and snapshot.expires_at <= at:
                 await self._expire_snapshot(snapshot)
-        for snapshot in find_surplus(self._snapshots.list(), at):
+        for snapshot in self._surplus.find(at):
             if await self._expire_snapshot(snapshot):
                 self._events.publish("snapshot.pruned", snapshotID=snapshot.id, sandboxID=snapshot.source_sandbox)
 
@@ -88,7 +90,7 @@ class Expiry:
 
         Returns whether it was removed.
         """
-        if self._references.blockers(snapshot) or not self._backoff.is_due(snapshot.id):
+        if self._references.users_of(snapshot).blockers or not self._backoff.is_due(snapshot.id):
             return False
         try:
             return await self._snapshots.delete(snapshot.id)
@@ -96,6 +98,25 @@ class Expiry:
             _log_failure(error, snapshot=snapshot.id)
             self._backoff.delay(snapshot.id)
             return False
+
+
+class _Surplus:
+    """The snapshots that no retention rule keeps. They are determined again only when the result can differ."""
+
+    def __init__(self, index: Index) -> None:
+        self._index = index
+        self._version = -1
+        self._snapshots: list[Snapshot] = []
+        self._valid_until: datetime | None = None
+
+    def find(self, at: datetime) -> list[Snapshot]:
+        is_outdated = self._valid_until is not None and at >= self._valid_until
+        if is_outdated or self._version != self._index.retained_version:
+            members = self._index.snapshots_in(self._index.retained)
+            self._snapshots = find_surplus(members, at)
+            self._valid_until = find_next_change(members, at)
+            self._version = self._index.retained_version
+        return self._snapshots
 
 
 def _log_failure(error: Exception, **fields: str) -> None:

@@ -31,6 +31,7 @@ def new_sandbox_record(snapshot: Snapshot, spec: ForkSpec, name: str, config: Co
     source = snapshot.resources
     id = new_id()
     created_at = now()
+    is_public = config.network.public_ports if spec.public_ports is None else spec.public_ports
     return Sandbox(
         id=id,
         name=name or id,
@@ -47,7 +48,7 @@ def new_sandbox_record(snapshot: Snapshot, spec: ForkSpec, name: str, config: Co
             memory_mb=spec.memory_mb or source.memory_mb,
             disk_mb=spec.disk_mb or source.disk_mb,
         ),
-        network=spec.network,
+        network=spec.network.model_copy(update={"allow_public_traffic": is_public}),
         metadata=spec.metadata,
         env=spec.env,
         created_at=created_at,

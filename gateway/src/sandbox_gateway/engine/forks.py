@@ -11,10 +11,12 @@ from sandbox_gateway.engine.captures import Captures
 from sandbox_gateway.engine.collector import Collector
 from sandbox_gateway.engine.context import Context
 from sandbox_gateway.engine.fork_plan import new_sandbox_record, requested_names, should_restore_memory
+from sandbox_gateway.engine.index import oldest_first
 from sandbox_gateway.engine.locking import Locking
 from sandbox_gateway.engine.machine_lifecycle import MachineLifecycle
 from sandbox_gateway.engine.mount_plan import MountPlanner
 from sandbox_gateway.engine.record_changes import save_sandbox
+from sandbox_gateway.engine.references import References
 from sandbox_gateway.engine.room import RoomKeeper
 from sandbox_gateway.engine.spec import ForkSpec
 from sandbox_gateway.errors import GatewayError, OverQuota
@@ -30,6 +32,7 @@ class Forks:
         self,
         context: Context,
         locking: Locking,
+        references: References,
         collector: Collector,
         mounts: MountPlanner,
         machines: MachineLifecycle,
@@ -40,6 +43,7 @@ class Forks:
         self._host = context.host
         self._index = context.index
         self._locking = locking
+        self._references = references
         self._collector = collector
         self._mounts = mounts
         self._machines = machines
@@ -83,8 +87,7 @@ class Forks:
             yield []
             return
         async with self._context.locks.hold(f"idempotency key {key}", "the request with this idempotency key"):
-            sandboxes = [each for each in self._index.sandboxes.values() if each.idempotency_key == key]
-            yield [*sorted(sandboxes, key=lambda each: (each.created_at, each.id))]
+            yield [*oldest_first(each for each in self._index.sandboxes.values() if each.idempotency_key == key)]
 
     async def _capture_and_fork(self, ref: str, spec: ForkSpec) -> list[Sandbox | GatewayError]:
         self._mounts.resolve_volumes(spec.mounts or [])
@@ -108,7 +111,7 @@ class Forks:
                 return await self._fork(snapshot, spec)
             except BaseException:
                 # If the request was cancelled after the commit, the forks exist and still need the capture.
-                if not self._index.sandboxes_using(snapshot):
+                if not self._references.users_of(snapshot).sandboxes:
                     await self._restore_head(sandbox, snapshot)
                 raise
 

@@ -3,24 +3,70 @@
 from __future__ import annotations
 
 import contextlib
-from collections import Counter
-from collections.abc import Container, Iterable, Iterator
-from typing import Any
+import heapq
+from collections import Counter, defaultdict
+from collections.abc import Container, Iterable, Iterator, Mapping
+from typing import Any, NamedTuple, TypeVar
 
-from sandbox_gateway.errors import NameTaken, NotFound
-from sandbox_gateway.records import Mount, Record, Sandbox, SandboxState, Snapshot, SnapshotKind, Volume, VolumeSnapshot
+from sandbox_gateway.engine.creation_order import CreationOrder, Key
+from sandbox_gateway.errors import Invalid, NameTaken, NotFound
+from sandbox_gateway.records import (
+    Mount,
+    Record,
+    Sandbox,
+    SandboxState,
+    Snapshot,
+    SnapshotKind,
+    Volume,
+    VolumeSnapshot,
+    compact,
+)
 
 Trees = list[dict[str, Any]]
+MAX_TREE_DEPTH = 100
+"""Maximum depth of nested trees. Many JSON parsers refuse deeper ones, some from 100 levels of nesting."""
+_Record = TypeVar("_Record", bound=Record)
+
+
+class _Entry(NamedTuple):
+    """The values that the index derived from a record, so that ``put`` and ``remove`` can undo them without a search.
+
+    It does not refer to the record, which may have changed since.
+    """
+
+    key: Key
+    names: tuple[str, ...] = ()
+    order: str = ""
+    """The key of its order in ``_orders``: the kind of a snapshot."""
+    used_snapshots: tuple[str, ...] = ()
 
 
 class Index:
-    """Sandboxes, snapshots and volumes by id, and the namespace that their names share."""
+    """Sandboxes, snapshots and volumes by id, and the namespace that their names share.
+
+    There can be many thousands of objects. Therefore everything that is looked up often or regularly has its own index.
+    """
 
     def __init__(self) -> None:
         self.sandboxes: dict[str, Sandbox] = {}
         self.snapshots: dict[str, Snapshot] = {}
         self.volumes: dict[str, Volume] = {}
         self.volume_snapshots: dict[str, VolumeSnapshot] = {}
+        self.expiring: set[str] = set()
+        """Ids of the visible snapshots that expire at a certain time."""
+        self.retained: set[str] = set()
+        """Ids of the visible snapshots with a retention rule."""
+        self.retained_version = 0
+        """A number that increases whenever a snapshot in ``retained`` is added, changed or removed."""
+        self.prewarmed: set[str] = set()
+        """Ids of the snapshots of which forks are kept ready."""
+        self.collectable: set[str] = set()
+        """Ids of the snapshots that are removed as soon as they are unused."""
+        self._orders: defaultdict[str, CreationOrder] = defaultdict(CreationOrder)
+        """The order of snapshots, by kind, and of sandboxes (``_SANDBOXES``)."""
+        self._users: dict[str, dict[str, None]] = {}
+        """By the id of a snapshot: the ids of the sandboxes that use it."""
+        self._entries: dict[str, _Entry] = {}
         self._names: dict[str, str] = {}
         self._reserved: set[str] = set()
         self._pins: Counter[str] = Counter()
@@ -61,26 +107,90 @@ class Index:
 
     def put(self, record: Record) -> None:
         """Add an object, or replace its record."""
-        self._remove_names(record.id)
+        self._forget(record.id)
+        compact(record)
         if isinstance(record, Sandbox):
             self.sandboxes[record.id] = record
         elif isinstance(record, Snapshot):
             self.snapshots[record.id] = record
+            self._put_in_groups(record)
         elif isinstance(record, Volume):
             self.volumes[record.id] = record
         else:
             self.volume_snapshots[record.id] = record
-        for name in _names(record):
+        entry = self._entries[record.id] = _new_entry(record)
+        for name in entry.names:
             self._names[name] = record.id
+        if entry.order:
+            self._orders[entry.order].add(entry.key)
+        for snapshot_id in entry.used_snapshots:
+            self._users.setdefault(snapshot_id, {})[record.id] = None
+
+    def _put_in_groups(self, snapshot: Snapshot) -> None:
+        is_visible_snapshot = snapshot.kind is SnapshotKind.SNAPSHOT and not snapshot.doomed
+        for group, is_member in (
+            (self.expiring, is_visible_snapshot and snapshot.expires_at is not None),
+            (self.retained, is_visible_snapshot and snapshot.retention is not None),
+            (self.prewarmed, snapshot.prewarm > 0),
+            (self.collectable, is_removed_when_unused(snapshot)),
+        ):
+            if is_member:
+                group.add(snapshot.id)
+        self.retained_version += snapshot.id in self.retained
+
+    def __contains__(self, id: object) -> bool:
+        """Return whether an object with this id exists."""
+        return id in self._entries
 
     def remove(self, id: str) -> None:
-        self._remove_names(id)
+        self._forget(id)
         for records in (self.sandboxes, self.snapshots, self.volumes, self.volume_snapshots):
             records.pop(id, None)
 
-    def _remove_names(self, id: str) -> None:
-        for name in [name for name, owner in self._names.items() if owner == id]:
-            del self._names[name]
+    def _forget(self, id: str) -> None:
+        """Undo what ``put`` derived from the record of an object."""
+        entry = self._entries.pop(id, None)
+        if entry is None:
+            return
+        for name in entry.names:
+            if self._names.get(name) == id:
+                del self._names[name]
+        if entry.order:
+            self._orders[entry.order].discard(entry.key)
+        for snapshot_id in entry.used_snapshots:
+            users = self._users[snapshot_id]
+            del users[id]
+            if not users:
+                del self._users[snapshot_id]
+        self.retained_version += id in self.retained
+        for group in (self.expiring, self.retained, self.prewarmed, self.collectable):
+            group.discard(id)
+
+    # -- lists ------------------------------------------------------------------------------------------------------
+
+    def walk_sandboxes(self, after: Key | None = None, *, backwards: bool = False) -> Iterator[Sandbox]:
+        """Yield the sandboxes created after ``after``, oldest first, or newest first if ``backwards``.
+
+        The index must not change before the iterator is exhausted.
+        """
+        for _, id in self._orders[_SANDBOXES].walk(after, backwards=backwards):
+            if sandbox := self.sandboxes.get(id):
+                yield sandbox
+
+    def walk_snapshots(
+        self, kinds: Iterable[SnapshotKind], after: Key | None = None, *, backwards: bool = False
+    ) -> Iterator[Snapshot]:
+        """Yield the snapshots of some kinds that are not hidden, like ``walk_sandboxes``."""
+        orders = [self._orders[kind].walk(after, backwards=backwards) for kind in set(kinds)]
+        keys = orders[0] if len(orders) == 1 else heapq.merge(*orders, reverse=backwards)
+        for _, id in keys:
+            snapshot = self.snapshots.get(id)
+            if snapshot is not None and not snapshot.is_hidden:
+                yield snapshot
+
+    def snapshots_in(self, group: Iterable[str]) -> list[Snapshot]:
+        """Return the snapshots of ``expiring``, ``retained``, ``prewarmed`` or ``collectable``, oldest first."""
+        return oldest_first(self.snapshots[id] for id in group)
 
     @contextlib.contextmanager
     def reserved(self, names: Iterable[str], *, taken_from: Container[str] = ()) -> Iterator[None]:
@@ -168,8 +278,12 @@ class Index:
         return snapshot
 
     def snapshots_of(self, volume: Volume) -> list[VolumeSnapshot]:
-        snapshots = [each for each in self.volume_snapshots.values() if each.volume == volume.id]
-        return sorted(snapshots, key=lambda each: (each.created_at, each.id))
+        return oldest_first(each for each in self.volume_snapshots.values() if each.volume == volume.id)
+
+    def volume_snapshots_in(self, snapshot: Snapshot) -> list[VolumeSnapshot]:
+        """Return the snapshots of volumes that are part of a sandbox's snapshot."""
+        ids = (capture.snapshot for capture in snapshot.volumes)
+        return [self.volume_snapshots[id] for id in ids if id in self.volume_snapshots]
 
     def running_sandboxes(self) -> list[Sandbox]:
         return [each for each in self.sandboxes.values() if each.state is SandboxState.RUNNING]
@@ -185,46 +299,97 @@ class Index:
 
     def sandboxes_using(self, snapshot: Snapshot) -> list[Sandbox]:
         """Return the sandboxes that were forked from a snapshot, were rolled back to it, or resume from it."""
-        return [
-            sandbox
-            for sandbox in self.sandboxes.values()
-            if snapshot.id in (sandbox.forked_from, sandbox.base, sandbox.pause_snapshot)
-        ]
+        return [self.sandboxes[id] for id in self._users.get(snapshot.id, ()) if id in self.sandboxes]
 
     def lineage(self, root: str | None = None) -> Trees:
         """Return the trees of templates, snapshots and sandboxes as nested dictionaries.
 
-        ``root``: return only the tree below this object. Raises NotFound if ``root`` does not exist.
+        ``root``: return only the tree below this object. Raises NotFound if ``root`` does not exist, and Invalid if a
+        tree is deeper than ``MAX_TREE_DEPTH``.
         """
-        nodes: dict[str, dict[str, Any]] = {}
-        for snapshot in sorted(self.snapshots.values(), key=lambda each: each.created_at):
-            nodes[snapshot.id] = _node(snapshot.id, snapshot.kind.value, snapshot.names, snapshot.is_hidden)
-        for sandbox in sorted(self.sandboxes.values(), key=lambda each: each.created_at):
-            nodes[sandbox.id] = _node(sandbox.id, "sandbox", [sandbox.name], False, state=sandbox.state.value)
-        roots = [node for id, node in nodes.items() if not self._attach(id, nodes)]
-        if root is None:
-            return roots
-        node = nodes.get(root) or nodes.get(self._names.get(root, ""))
-        if node is None:
-            raise NotFound("sandbox, snapshot or template", _shorten(root), resource="sandbox")
-        return [node]
+        trees: Trees = []
+        path: list[dict[str, Any]] = []
+        for node in self.walk_lineage(root):
+            depth = node.pop("depth")
+            del node["parent"], path[depth:]
+            if depth >= MAX_TREE_DEPTH:
+                raise Invalid(
+                    f"the lineage is deeper than {MAX_TREE_DEPTH} levels, which most JSON parsers refuse: request it "
+                    "as a list (flat=true), or only what is below one of its objects (root)"
+                )
+            node["children"] = []
+            (path[-1]["children"] if path else trees).append(node)
+            path.append(node)
+        return trees
 
-    def _attach(self, id: str, nodes: dict[str, dict[str, Any]]) -> bool:
-        record = self.sandboxes.get(id) or self.snapshots[id]
-        if isinstance(record, Sandbox):
-            ancestors = [record.forked_from, record.template_id]
-        else:
-            # A snapshot whose source was removed is shown below the source's former parent.
-            ancestors = [record.source_sandbox, record.parent, record.origin]
-        parent_id = next((ancestor for ancestor in ancestors if ancestor in nodes and ancestor != id), None)
-        if parent_id is None:
-            return False
-        nodes[parent_id]["children"].append(nodes[id])
-        return True
+    def walk_lineage(self, root: str | None = None) -> Iterator[dict[str, Any]]:
+        """Yield the nodes of the trees, each before its descendants, with ``parent`` (an id, or "") and ``depth``.
+
+        ``root`` is as for ``lineage``. Depths are not limited: a chain of snapshots can be as long as there is space.
+        """
+        records = self._lineage_records()
+        children: dict[str, list[str]] = {}
+        for id, record in records.items():
+            children.setdefault(_find_parent(record, records), []).append(id)
+        roots = children.get("", [])
+        if root is not None:
+            id = root if root in records else self._names.get(root, "")
+            if id not in records:
+                raise NotFound("sandbox, snapshot or template", _shorten(root), resource="sandbox")
+            roots = [id]
+        stack = [(id, "", 0) for id in reversed(roots)]
+        seen_ids: set[str] = set()
+        while stack:
+            id, parent, depth = stack.pop()
+            if id in seen_ids:
+                continue  # Damaged records refer to each other.
+            seen_ids.add(id)
+            yield {**_node(records[id]), "parent": parent, "depth": depth}
+            stack += [(child, id, depth + 1) for child in reversed(children.get(id, ()))]
+
+    def _lineage_records(self) -> dict[str, Sandbox | Snapshot]:
+        """Return all snapshots, then all sandboxes, each oldest first, by id."""
+        snapshot_orders = [self._orders[kind].walk() for kind in SnapshotKind]
+        ids = [id for _, id in heapq.merge(*snapshot_orders)]
+        return {id: self.snapshots[id] for id in ids} | {each.id: each for each in self.walk_sandboxes()}
 
 
-def _node(id: str, kind: str, names: list[str], hidden: bool, **more: Any) -> dict[str, Any]:
-    return {"id": id, "kind": kind, "names": list(names), "hidden": hidden, **more, "children": []}
+def is_removed_when_unused(snapshot: Snapshot) -> bool:
+    """Return whether a snapshot is removed with its last user: a deleted one, or a capture of clones."""
+    return snapshot.doomed or snapshot.kind is SnapshotKind.TRANSIENT
+
+
+def oldest_first(records: Iterable[_Record]) -> list[_Record]:
+    """Return objects in the order in which they were created."""
+    return sorted(records, key=lambda each: (each.created_at, each.id))
+
+
+_SANDBOXES = "sandboxes"
+
+
+def _new_entry(record: Record) -> _Entry:
+    key = (record.created_at, record.id)
+    if isinstance(record, Sandbox):
+        used_ids = {record.forked_from, record.base, record.pause_snapshot} - {""}
+        return _Entry(key, (record.name,), _SANDBOXES, tuple(used_ids))
+    return _Entry(key, tuple(_names(record)), record.kind if isinstance(record, Snapshot) else "")
+
+
+def _find_parent(record: Sandbox | Snapshot, records: Mapping[str, Any]) -> str:
+    """Return the id of the object below which an object is shown, or "" for a root."""
+    if isinstance(record, Sandbox):
+        ancestors = [record.forked_from, record.template_id]
+    else:
+        # A snapshot whose source was removed is shown below the source's former parent.
+        ancestors = [record.source_sandbox, record.parent, record.origin]
+    return next((each for each in ancestors if each in records and each != record.id), "")
+
+
+def _node(record: Sandbox | Snapshot) -> dict[str, Any]:
+    if isinstance(record, Sandbox):
+        node: dict[str, Any] = {"id": record.id, "kind": "sandbox", "names": [record.name], "hidden": False}
+        return node | {"state": record.state.value}
+    return {"id": record.id, "kind": record.kind.value, "names": list(record.names), "hidden": record.is_hidden}
 
 
 def _names(record: Record) -> list[str]:

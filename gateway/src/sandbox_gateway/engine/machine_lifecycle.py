@@ -8,7 +8,7 @@ from typing import Any
 
 from sandbox_gateway.control_characters import remove_control_characters
 from sandbox_gateway.engine.agents import Agents
-from sandbox_gateway.engine.attachments import Attachments
+from sandbox_gateway.engine.boot_failure import with_console
 from sandbox_gateway.engine.context import Context
 from sandbox_gateway.engine.locking import Locking
 from sandbox_gateway.engine.prewarm import Prewarm
@@ -26,14 +26,11 @@ log = Logger("engine")
 
 
 class MachineLifecycle:
-    def __init__(
-        self, context: Context, locking: Locking, agents: Agents, attachments: Attachments, prewarm: Prewarm
-    ) -> None:
+    def __init__(self, context: Context, locking: Locking, agents: Agents, prewarm: Prewarm) -> None:
         self._context = context
         self._host = context.host
         self._locking = locking
         self._agents = agents
-        self._attachments = attachments
         self._prewarm = prewarm
         self._slots = StartSlots(context.config.limits.starts or os.cpu_count() or 1, _MAX_SLOT_SECONDS)
         self.starts: Counter[str] = Counter()
@@ -75,10 +72,13 @@ class MachineLifecycle:
             await self._agents.identify(sandbox, booted=not with_memory)
             if sandbox.mounts or snapshot.mounts:
                 stale = with_memory and bool(snapshot.mounts)
-                await self._attachments.mount_inside(sandbox, stale=stale, seconds=self._host.boot_seconds)
-        except BaseException:
+                await self._agents.mount_volumes(sandbox, stale=stale, seconds=self._host.boot_seconds)
+        except BaseException as error:
+            reason = error if with_memory else await with_console(error, self._host, sandbox)
             await clean_up(log, self._host.discard(sandbox))
-            raise
+            if reason is error:
+                raise
+            raise reason from error
         self.starts["memory" if with_memory else "boot"] += 1
 
     async def boot(self, sandbox: Sandbox) -> None:
@@ -91,10 +91,13 @@ class MachineLifecycle:
         try:
             await self._agents.identify(sandbox, booted=True)
             if sandbox.mounts:
-                await self._attachments.mount_inside(sandbox, seconds=self._host.boot_seconds)
-        except BaseException:
+                await self._agents.mount_volumes(sandbox, seconds=self._host.boot_seconds)
+        except BaseException as error:
+            reason = await with_console(error, self._host, sandbox)
             await clean_up(log, self._host.stop(sandbox))
-            raise
+            if reason is error:
+                raise
+            raise reason from error
         self.starts["boot"] += 1
 
     async def stop_paused(self, sandbox: Sandbox) -> None:
@@ -132,8 +135,8 @@ class MachineLifecycle:
         self._host.on_exit(self._on_exit)
 
     def _on_exit(self, instance: str) -> None:
-        for sandbox in self._context.index.sandboxes.values():
-            if sandbox.instance == instance and sandbox.state is SandboxState.RUNNING:
+        for sandbox in self._context.index.running_sandboxes():
+            if sandbox.instance == instance:
                 self._context.background.start(self._mark_if_current(sandbox.id, instance))
 
     async def _mark_if_current(self, id: str, instance: str) -> None:

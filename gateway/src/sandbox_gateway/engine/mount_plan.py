@@ -11,7 +11,7 @@ from sandbox_gateway.engine.context import Context
 from sandbox_gateway.engine.locking import Locking
 from sandbox_gateway.engine.mount_paths import check_mount_paths
 from sandbox_gateway.engine.spec import MountSpec
-from sandbox_gateway.engine.volumes import Volumes
+from sandbox_gateway.engine.volume_records import create_volume
 from sandbox_gateway.errors import Conflict, Invalid
 from sandbox_gateway.log import Logger
 from sandbox_gateway.records import Mount, Sandbox, Snapshot, Volume, VolumeSnapshot, new_id
@@ -34,11 +34,11 @@ class PlannedMount:
 
 
 class MountPlanner:
-    def __init__(self, context: Context, locking: Locking, collector: Collector, volumes: Volumes) -> None:
+    def __init__(self, context: Context, locking: Locking, collector: Collector) -> None:
+        self._context = context
         self._index = context.index
         self._locking = locking
         self._collector = collector
-        self._volumes = volumes
 
     def plan(self, snapshot: Snapshot, specs: Sequence[MountSpec] | None) -> list[PlannedMount]:
         """Plan the mounts of forks of ``snapshot``. ``specs`` None: use the mounts of the snapshot's source."""
@@ -125,7 +125,7 @@ class MountPlanner:
     async def create_clones(self, clones: Iterable[Volume]) -> None:
         for clone in clones:
             source = self._index.volume_snapshots[clone.from_snapshot]
-            await finish_despite_cancellation(self._volumes.create_from_record(clone, source))
+            await finish_despite_cancellation(create_volume(self._context, clone, source))
 
     def _new_clone_record(
         self, sandbox: Sandbox, volume: Volume, source: VolumeSnapshot, taken_names: set[str]

@@ -76,7 +76,7 @@ class Prewarm:
 
     def total(self) -> Level:
         """Return the target and the number of ready forks, summed over all snapshots."""
-        levels = [self.level(snapshot) for snapshot in self._index.snapshots.values() if snapshot.prewarm]
+        levels = [self.level(snapshot) for snapshot in self._index.snapshots_in(self._index.prewarmed)]
         return Level(target=sum(each.target for each in levels), ready=sum(map(len, self._ready.values())))
 
     async def set_target(self, ref: str, count: int) -> Level:
@@ -147,7 +147,7 @@ class Prewarm:
         await clean_up(log, *(self._host.discard(fork) for fork in forks))
 
     def _targets(self) -> dict[str, int]:
-        targets = {each.id: each.prewarm for each in self._index.snapshots.values() if each.prewarm and not each.doomed}
+        targets = {each.id: each.prewarm for each in self._index.snapshots_in(self._index.prewarmed) if not each.doomed}
         self._backoff.retain_only(targets)
         return targets
 

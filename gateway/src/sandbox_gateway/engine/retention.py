@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from datetime import date, datetime
+from collections.abc import Iterable, Sequence
+from datetime import date, datetime, timedelta
 
+from sandbox_gateway.engine.index import oldest_first
 from sandbox_gateway.records import Snapshot
 
 
@@ -22,8 +23,31 @@ def find_surplus(snapshots: Iterable[Snapshot], at: datetime) -> list[Snapshot]:
     return sorted(surplus, key=lambda each: each.created_at)
 
 
+def find_next_change(snapshots: Sequence[Snapshot], at: datetime) -> datetime | None:
+    """Return the earliest time after ``at`` at which a snapshot can exceed a maximum age; None: never.
+
+    Until then, the result of ``find_surplus`` depends only on which snapshots there are.
+    """
+    newest: dict[str, Snapshot] = {}
+    for snapshot in snapshots:
+        if snapshot.retention is not None:
+            other = newest.setdefault(snapshot.source_sandbox, snapshot)
+            newest[snapshot.source_sandbox] = max(other, snapshot, key=lambda each: (each.created_at, each.id))
+    limits = {
+        source: timedelta(seconds=each.retention.max_age)
+        for source, each in newest.items()
+        if each.retention is not None and each.retention.max_age is not None
+    }
+    times = (
+        snapshot.created_at + limits[snapshot.source_sandbox]
+        for snapshot in snapshots
+        if snapshot.retention is not None and snapshot.source_sandbox in limits
+    )
+    return min((time for time in times if time >= at), default=None)
+
+
 def _find_surplus_of_series(members: list[Snapshot], at: datetime) -> list[Snapshot]:
-    newest_first = sorted(members, key=lambda each: (each.created_at, each.id), reverse=True)
+    newest_first = oldest_first(members)[::-1]
     newest = newest_first[0]
     rule = newest.retention
     assert rule is not None

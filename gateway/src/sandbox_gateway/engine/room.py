@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from sandbox_gateway.engine.context import Context
 from sandbox_gateway.engine.locking import Locking
 from sandbox_gateway.errors import GatewayError, NoSpace
-from sandbox_gateway.hosts.base import Room
+from sandbox_gateway.hosts.base import MemoryDisk, Room
 from sandbox_gateway.log import Logger
 from sandbox_gateway.records import Sandbox
 
@@ -90,11 +90,31 @@ class RoomKeeper:
     async def require_for_capture(self, sandbox: Sandbox, *, memory: bool) -> None:
         """Raise NoSpace if a capture of ``sandbox`` could fill the host."""
         room = await self._host.room()
+        if memory and room.memory_disk is not None:
+            self._require_disk_space(room, 0, f"a capture of {sandbox.name}")
+            await self._require_memory_disk_space(room.memory_disk, sandbox)
+            return
         needed = sandbox.resources.memory_mb * _MIB if memory else 0
         if needed and not self.has_disk_space(room, needed):
             # A capture writes at most the memory that the machine really uses, which takes longer to find out.
             needed = min(needed, (await self._host.usage(sandbox)).memory_bytes)
         self._require_disk_space(room, needed, f"a capture of {sandbox.name}")
+
+    async def _require_memory_disk_space(self, disk: MemoryDisk, sandbox: Sandbox) -> None:
+        """Raise NoSpace if a capture could fill the file system of memory images."""
+        reserve = self._limits.free_disk_mb * _MIB
+        needed = sandbox.resources.memory_mb * _MIB
+        if disk.problem or not reserve:
+            return  # A capture reports the problem itself.
+        if disk.free - needed < reserve:
+            usage = await self._host.usage(sandbox)
+            needed = min(needed, usage.memory_bytes + usage.image_bytes)
+        if disk.free - needed < reserve:
+            raise NoSpace(
+                f"a capture of {sandbox.name} (up to {-(-needed // _MIB)} MiB) would leave less than "
+                f"{self._limits.free_disk_mb} MiB free in the memory root {disk.path}, which has "
+                f"{disk.free // _MIB} MiB free. Delete snapshots, enlarge its file system, or lower limits.free_disk_mb"
+            )
 
     def has_disk_space(self, room: Room, needed: int = 0) -> bool:
         """Return whether the disk keeps its reserve of free space if ``needed`` bytes are written."""

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Iterator, Sequence
 from datetime import datetime
 from typing import Any
 
@@ -11,6 +12,7 @@ from sandbox_gateway.engine.agents import Agents
 from sandbox_gateway.engine.captures import Captures
 from sandbox_gateway.engine.collector import Collector
 from sandbox_gateway.engine.context import Context
+from sandbox_gateway.engine.creation_order import Key
 from sandbox_gateway.engine.locking import Locking
 from sandbox_gateway.engine.machine_lifecycle import MachineLifecycle
 from sandbox_gateway.engine.mount_plan import MountPlanner
@@ -58,7 +60,15 @@ class Sandboxes:
         return self._index.sandbox(ref)
 
     def list(self) -> Sequence[Sandbox]:
-        return sorted(self._index.sandboxes.values(), key=lambda each: (each.created_at, each.id))
+        return [*self._index.walk_sandboxes()]
+
+    def walk(self, after: Key | None = None, *, backwards: bool = False) -> Iterator[Sandbox]:
+        """Yield the sandboxes created after ``after``, oldest first, or newest first if ``backwards``."""
+        return self._index.walk_sandboxes(after, backwards=backwards)
+
+    def count(self) -> Counter[str]:
+        """Return the number of sandboxes by state."""
+        return Counter(each.state.value for each in self._index.sandboxes.values())
 
     async def has_diverged(self, ref: str) -> bool:
         """Return whether a sandbox's file system has changed since its head.
@@ -72,7 +82,7 @@ class Sandboxes:
             return True
         if sandbox.state is SandboxState.PAUSED:
             return not sandbox.pause_snapshot or sandbox.pause_snapshot != sandbox.head
-        await self._agents.client(sandbox).call("/sync", {}, seconds=_SYNC_TIMEOUT_SECONDS)
+        await self._agents.client(sandbox).sync(seconds=_SYNC_TIMEOUT_SECONDS)
         return await self._host.has_diverged(sandbox, head)
 
     async def usage(self, ref: str) -> Usage:
@@ -148,7 +158,7 @@ class Sandboxes:
         if memory:
             paused_sandbox = await self._capture_and_pause(sandbox)
         else:
-            await self._agents.client(sandbox).call("/sync", {})
+            await self._agents.client(sandbox).sync()
             paused_sandbox = await self._save_paused(sandbox)
         await self._machines.stop_paused(paused_sandbox)
         self._events.publish("sandbox.paused", sandboxID=sandbox.id)

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
 from datetime import timedelta
+from typing import Any
 
 from sandbox_gateway.engine.captures import Captures
 from sandbox_gateway.engine.collector import Collector
 from sandbox_gateway.engine.context import Context
+from sandbox_gateway.engine.creation_order import Key
 from sandbox_gateway.engine.index import Trees
 from sandbox_gateway.engine.locking import Locking
 from sandbox_gateway.engine.names import require_valid_name
@@ -43,15 +46,32 @@ class Snapshots:
         return self._index.snapshot(ref)
 
     def list(self, kinds: Iterable[SnapshotKind] = (SnapshotKind.SNAPSHOT,)) -> Sequence[Snapshot]:
-        allowed_kinds = set(kinds)
-        snapshots = [
-            each for each in self._index.snapshots.values() if each.kind in allowed_kinds and not each.is_hidden
-        ]
-        return sorted(snapshots, key=lambda each: (each.created_at, each.id))
+        return [*self.walk(kinds)]
+
+    def walk(
+        self,
+        kinds: Iterable[SnapshotKind] = (SnapshotKind.SNAPSHOT,),
+        after: Key | None = None,
+        *,
+        backwards: bool = False,
+    ) -> Iterator[Snapshot]:
+        """Yield the snapshots created after ``after``, oldest first, or newest first if ``backwards``."""
+        return self._index.walk_snapshots(kinds, after, backwards=backwards)
+
+    def count(self) -> Counter[str]:
+        """Return the number of visible snapshots and templates by kind."""
+        return Counter(each.kind.value for each in self._index.snapshots.values() if not each.is_hidden)
 
     def lineage(self, root: str | None = None) -> Trees:
-        """Return the trees of templates, snapshots and sandboxes: all trees, or only the one below ``root``."""
+        """Return the trees of templates, snapshots and sandboxes: all trees, or only the one below ``root``.
+
+        Raises Invalid if a tree is too deep.
+        """
         return self._index.lineage(root)
+
+    def walk_lineage(self, root: str | None = None) -> Iterator[dict[str, Any]]:
+        """Yield the nodes of the trees, each before its descendants, with the id of its parent and its depth."""
+        return self._index.walk_lineage(root)
 
     def files_of(self, ref: str) -> dict[str, str]:
         """Return a snapshot's paths on the host: ``dir``, and if they exist, ``memory`` and ``vmstate``."""

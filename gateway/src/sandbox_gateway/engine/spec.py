@@ -50,6 +50,9 @@ class ForkSpec:
     metadata: dict[str, str] = field(default_factory=dict)
     env: dict[str, str] = field(default_factory=dict)
     network: NetworkPolicy = field(default_factory=NetworkPolicy)
+    """Its ``allow_public_traffic`` is replaced by ``public_ports``."""
+    public_ports: bool | None = None
+    """Whether every client of the gateway can connect to the ports. None: the host's default."""
     mounts: list[MountSpec] | None = None
     """The mounts, in mount order. None: the mounts of the snapshot's source."""
     timeout: float | Unset | None = UNSET

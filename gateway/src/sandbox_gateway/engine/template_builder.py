@@ -20,6 +20,7 @@ from sandbox_gateway.tasks import clean_up
 
 _PROBE_INTERVAL_SECONDS = 0.5
 _PROBE_TIMEOUT_SECONDS = 30
+_CAPTURE_STEP_TIMEOUT_SECONDS = 120
 _TAIL_BYTES = 1000
 
 log = Logger("templates")
@@ -102,9 +103,9 @@ class TemplateBuilder:
         if self._host.abilities.memory:
             # The interpreter becomes part of the template's memory, so that forks run their first code immediately.
             build.log("starting the code interpreter")
-            await agent.call("/contexts/default/start", {}, seconds=120)
+            await agent.start_interpreter(seconds=_CAPTURE_STEP_TIMEOUT_SECONDS)
         build.log("capturing the template")
-        await agent.call("/sync", {}, seconds=120)
+        await agent.sync(seconds=_CAPTURE_STEP_TIMEOUT_SECONDS)
         template = Snapshot(
             id=build.template_id,
             kind=SnapshotKind.TEMPLATE,

@@ -175,7 +175,8 @@ class Templates:
             async with self._build_slots:
                 await self._build(build, recipe, description)
         except GatewayError as error:
-            build.log(f"failed: {error.message}")
+            for line in f"failed: {error.message}".split("\n"):
+                build.log(line)
             build.end("error", error.message)
         except asyncio.CancelledError:
             build.end("error", "the gateway was stopped during the build: build the template again")

@@ -7,9 +7,11 @@ from collections.abc import AsyncIterator, Sequence
 
 from sandbox_gateway.engine.collector import Collector
 from sandbox_gateway.engine.context import Context
+from sandbox_gateway.engine.index import oldest_first
 from sandbox_gateway.engine.locking import Locking
 from sandbox_gateway.engine.names import require_valid_name
-from sandbox_gateway.engine.references import References, in_use_error
+from sandbox_gateway.engine.references import References
+from sandbox_gateway.engine.volume_records import add_volume_snapshot, create_volume
 from sandbox_gateway.errors import Invalid, NameTaken
 from sandbox_gateway.hosts.base import VolumeState
 from sandbox_gateway.records import Mount, Sandbox, Volume, VolumeSnapshot, new_id
@@ -24,6 +26,7 @@ class Volumes:
     """Operations on volumes."""
 
     def __init__(self, context: Context, locking: Locking, references: References, collector: Collector) -> None:
+        self._context = context
         self._host = context.host
         self._index = context.index
         self._events = context.events
@@ -35,7 +38,7 @@ class Volumes:
         return self._index.volume(ref)
 
     def list(self) -> Sequence[Volume]:
-        return sorted(self._index.volumes.values(), key=lambda each: (each.created_at, each.id))
+        return oldest_first(self._index.volumes.values())
 
     def mounts_of(self, volume: Volume) -> Sequence[tuple[Sandbox, Mount]]:
         """Return the running and paused sandboxes that mount a volume, with their mounts of it."""
@@ -62,14 +65,7 @@ class Volumes:
         volume = Volume(name=name, size_mb=size_mb, from_snapshot=source.id if source else "")
         async with self._collector.pinned(*([source] if source else [])):
             with self._index.reserved([name]):
-                return await finish_despite_cancellation(self.create_from_record(volume, source))
-
-    async def create_from_record(self, volume: Volume, source: VolumeSnapshot | None) -> Volume:
-        """Create the volume that a record describes. Its name is already reserved."""
-        await self._host.create_volume(volume, source)
-        self._index.put(volume)
-        self._events.publish("volume.created", volumeID=volume.name, sizeMB=volume.size_mb)
-        return volume
+                return await finish_despite_cancellation(create_volume(self._context, volume, source))
 
     async def grow(self, ref: str, size_mb: int) -> Volume:
         """Enlarge a volume. Sandboxes that mount it see the new size immediately. A volume never shrinks."""
@@ -118,13 +114,8 @@ class Volumes:
 
     async def _create_snapshot(self, volume: Volume, snapshot: VolumeSnapshot) -> VolumeSnapshot:
         await self._host.capture_volume(volume, snapshot)
-        self.add_snapshot(volume, snapshot)
+        add_volume_snapshot(self._context, volume, snapshot)
         return snapshot
-
-    def add_snapshot(self, volume: Volume, snapshot: VolumeSnapshot) -> None:
-        """Add a volume snapshot that the host has committed to the index."""
-        self._index.put(snapshot)
-        self._events.publish("volume.captured", volumeID=volume.name, snapshotID=snapshot.id, name=snapshot.name)
 
     async def delete_snapshot(self, ref: str, snapshot_ref: str) -> None:
         """Remove a volume snapshot. Raises InUse, for example if it is part of a sandbox's snapshot."""
@@ -142,15 +133,7 @@ class Volumes:
         """
         async with self._locked(ref) as volume:
             snapshot = self._index.volume_snapshot(snapshot_ref, volume)
-            writers = [sandbox for sandbox, mount in self.mounts_of(volume) if not (mount.read_only or force)]
-            refusal = in_use_error(
-                volume,
-                {"read-write mount": writers},
-                "Detach it there, or force the rollback.",
-                overrides=["force"],
-                busy=self._index.is_pinned(volume),
-            )
-            if refusal:
+            if refusal := self._references.volume_rollback_refusal(volume, force=force):
                 raise refusal
             await finish_despite_cancellation(self._host.rollback_volume(volume, snapshot))
             self._events.publish("volume.rolled-back", volumeID=volume.name, snapshotID=snapshot.id)

@@ -3,7 +3,7 @@
 ``base`` defines the interface. This table lists the modules that do each job:
 
     job                               kvm_xfs                               jail_zfs
-    running machines                  running_machines, qemu                runner, machine_register, watcher
+    running machines                  machines, qemu                        runner, machine_register, watcher
     disks and records                 image, ..directory_records            disks, storage
     capture                           memory.capture (and disk)             storage.snapshots
     network of a sandbox              network                               network

@@ -56,6 +56,8 @@ class Usage:
 
     disk_bytes: int
     memory_bytes: int
+    image_bytes: int = 0
+    """Bytes that a capture with memory writes in addition if it must copy the machine's former image."""
 
 
 @dataclass(frozen=True)
@@ -75,6 +77,17 @@ class Load:
 
 
 @dataclass(frozen=True)
+class MemoryDisk:
+    """The space on the file system that stores the memory of new snapshots, in bytes."""
+
+    path: str
+    free: int = 0
+    total: int = 0
+    problem: str = ""
+    """Why the file system is not available, as a clause. It then has no ``free`` and no ``total``."""
+
+
+@dataclass(frozen=True)
 class Room:
     """The disk space and memory of a host, in bytes."""
 
@@ -83,6 +96,8 @@ class Room:
     memory_free: int
     """Memory that can be used without swapping."""
     memory_total: int
+    memory_disk: MemoryDisk | None = None
+    """None: memory is stored on the disk that stores all other state."""
 
 
 @dataclass(frozen=True)
@@ -210,6 +225,9 @@ class Host(Protocol):
     def files_of(self, snapshot: Snapshot) -> dict[str, str]:
         """Return a snapshot's paths, for display: ``dir``, and ``memory`` and ``vmstate`` if it has such files."""
 
+    def memory_problem(self, snapshot: Snapshot) -> str:
+        """Return why the memory of a snapshot cannot be restored now, as a clause; "" if it can, or if it has none."""
+
     async def remove_snapshot(self, snapshot: Snapshot) -> None:
         """Remove a snapshot atomically."""
 
@@ -268,7 +286,7 @@ class Host(Protocol):
         """Return the load of each instance whose machine is running. It is called often, so it must be cheap."""
 
     async def console(self, sandbox: Sandbox) -> str:
-        """Return the tail of the running instance's console output."""
+        """Return the tail of the console output of the instance, whose machine may have ended; "" if it has none."""
 
     def end_reason(self, sandbox: Sandbox) -> str:
         """Return why the instance's machine is not running, as part of a sentence, or "" while it runs."""

@@ -77,6 +77,7 @@ async def serve(config: Config, engine: Engine, stop: asyncio.Event) -> None:
         async with start_extended():
             is_open = await _run_until(stop, engine.open())
         if is_open:
+            heap.exclude_existing_objects()
             await _serve(config, engine, keys, address, tls, stop)
     finally:
         await engine.close()

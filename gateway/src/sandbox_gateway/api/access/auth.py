@@ -17,11 +17,13 @@ from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from sandbox_gateway.engine.start_slots import Requester, requester
-from sandbox_gateway.errors import Forbidden, Invalid, Unauthorized
+from sandbox_gateway.errors import Forbidden, Invalid, Unauthorized, Unsupported
 from sandbox_gateway.records import check_name
 
 MIN_KEY_LENGTH = 16
 OPEN_PATHS = frozenset({"/health", "/healthz"})
+_VOLUME_CONTENT = "/volumecontent/"
+"""The beginning of the paths of E2B's file calls on volumes."""
 _EXEC = re.compile(r"/sandboxes/[^/]+/exec|/v1/sandboxes/[^/]+/(exec|eval|ping)")
 _CALLER = "sandbox_gateway.caller"
 _LOCAL = "sandbox_gateway.local"
@@ -119,7 +121,7 @@ def _parse_line(line: str, where: str) -> Key:
     if len(secret) < MIN_KEY_LENGTH:
         raise Invalid(
             f"{where}: the key is {len(secret)} characters long, but must have at least {MIN_KEY_LENGTH}: create one "
-            "with `openssl rand -hex 32`"
+            "with `echo e2b_$(openssl rand -hex 24)`"
         )
     return Key(name, permission, digest(secret))
 
@@ -198,6 +200,12 @@ class AuthMiddleware:
         if scope["type"] == "http":
             caller = identify(scope, self.keys)
             requester.set(Requester(caller.name if caller else "", str(next(_request_numbers))))
+            if scope["path"].startswith(_VOLUME_CONTENT):
+                # The client sends the token of the volume, not a key, and would read a 404 as a missing path.
+                raise Unsupported(
+                    "the gateway has no file calls on volumes: mount the volume in a sandbox, and use the file calls "
+                    "of the sandbox"
+                )
             if scope["path"] not in OPEN_PATHS:
                 if caller is None:
                     raise unauthorized_error(scope, self.keys)

@@ -46,6 +46,8 @@ from sandbox_gateway.records import Sandbox, SandboxState
 log = Logger("proxy")
 
 _ID_HEADER, _PORT_HEADER = "e2b-sandbox-id", "e2b-sandbox-port"
+# E2B's client (2.26) also sends both headers with POST /sandboxes/ID/connect. The agent has none of these paths.
+_CONTROL_PLANE = re.compile(r"/(?:v2/)?(?:sandboxes|snapshots|templates|volumes)(?:/|$)")
 _HOP_BY_HOP = frozenset(
     {
         "connection",
@@ -83,8 +85,9 @@ class ForwardingUnsupported(Unsupported):
 class Target:
     """The target of a request.
 
-    ``ref``: the sandbox; ``port``: 1 to 65535, in the sandbox; ``host``: the Host header for the service; ``by_host``:
-    whether the client's Host header names the sandbox; ``signed``: whether only the signature of the URL names it.
+    ``ref``: the sandbox; ``port``: 1 to 65535, in the sandbox; ``host``: the Host header of the request, or one that
+    names the port; ``by_host``: whether the client's Host header names the sandbox; ``signed``: whether only the
+    signature of the URL names it.
     """
 
     ref: str
@@ -100,7 +103,7 @@ class AddressFormats:
     def __init__(self, domain: str) -> None:
         self._host = re.compile(rf"(\d+)-([^.]+)\.{re.escape(domain.lower())}\.?(?::\d{{1,5}})?")
 
-    def target(self, headers: Headers) -> Target | None:
+    def target(self, headers: Headers, path: str) -> Target | None:
         """Return the target of a request, or None if it is for the gateway itself. Raises Invalid."""
         host_header = headers.get("host", "")
         match = self._host.fullmatch(host_header.lower())
@@ -114,6 +117,8 @@ class AddressFormats:
                     "characters"
                 )
             port = _parse_port(headers[_PORT_HEADER])
+            if port == AGENT_PORT and _CONTROL_PLANE.match(path):
+                return None
             return Target(ref, port, f"localhost:{port}", by_host=False)
         return None
 
@@ -134,6 +139,8 @@ class ServiceRequest:
     target: Target
     sandbox: Sandbox
     address: str
+    host: str
+    """The Host header for the service."""
     path: bytes
     """The path with the query."""
     headers: list[tuple[bytes, bytes]]
@@ -157,7 +164,7 @@ class DataPlane:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         headers = Headers(scope=scope)
-        target = self.addresses.target(headers) if scope["type"] in ("http", "websocket") else None
+        target = self.addresses.target(headers, scope["path"]) if scope["type"] in ("http", "websocket") else None
         admission = self.access.admit_signed_url(scope) if target is None else None
         if admission is not None:
             target = Target(admission.sandbox.id, AGENT_PORT, f"localhost:{AGENT_PORT}", by_host=False, signed=True)
@@ -176,6 +183,7 @@ class DataPlane:
             address, token = self.engine.agents.endpoint(sandbox.id)
         except (Conflict, NotFound) as error:
             raise NotRunning.from_error(error) from None
+        host = _host_for_service(target, sandbox)
         incoming = ServiceRequest(
             scope,
             receive,
@@ -183,8 +191,9 @@ class DataPlane:
             target,
             sandbox,
             address,
+            host,
             _path_with_query(scope, admission.query),
-            self._headers_for_service(headers, target, token, signed=admission.query is not None),
+            self._headers_for_service(headers, target.port, host, token, signed=admission.query is not None),
         )
         with self.pools.use(sandbox) as machine:
             if scope["type"] == "websocket":
@@ -209,7 +218,7 @@ class DataPlane:
             raise NotRunning.for_missing(sandbox.id) from None
 
     def _headers_for_service(
-        self, headers: Headers, target: Target, token: str, *, signed: bool
+        self, headers: Headers, port: int, host: str, token: str, *, signed: bool
     ) -> list[tuple[bytes, bytes]]:
         """Return the request's headers, without the gateway's secrets and connection-specific headers."""
         dropped_names = _DROPPED_REQUEST_HEADERS | _connection_options(headers)
@@ -217,14 +226,20 @@ class DataPlane:
         if signed or any(self._is_key(value) for value in headers.getlist("authorization")):
             dropped_names |= {"authorization"}
         forwarded_headers = [(name, value) for name, value in headers.raw if _lower_name(name) not in dropped_names]
-        forwarded_headers.insert(0, (b"host", target.host.encode("latin-1")))
-        if target.port in AGENT_PORTS:
-            forwarded_headers.append((TOKEN_HEADER.encode(), token_for_port(token, target.port).encode()))
+        forwarded_headers.insert(0, (b"host", host.encode("latin-1")))
+        if port in AGENT_PORTS:
+            forwarded_headers.append((TOKEN_HEADER.encode(), token_for_port(token, port).encode()))
         return forwarded_headers
 
     def _is_key(self, authorization: str) -> bool:
         scheme, _, secret = authorization.partition(" ")
         return scheme.lower() == "bearer" and self.keys.find(secret.strip()) is not None
+
+
+def _host_for_service(target: Target, sandbox: Sandbox) -> str:
+    """Return the Host header for the service: the sandbox's mask, if it has one."""
+    mask = sandbox.network.mask_request_host
+    return mask.replace("${PORT}", str(target.port)) if mask and target.port not in AGENT_PORTS else target.host
 
 
 def _check_target(scope: Scope, headers: Headers) -> None:
@@ -405,7 +420,7 @@ async def _forward_websocket(incoming: ServiceRequest, machine: MachineConnectio
         websocket.connect(
             incoming.address,
             target.port,
-            target.host,
+            incoming.host,
             incoming.path,
             incoming.headers[1:],
             incoming.scope,

@@ -76,7 +76,7 @@ async def delete_snapshot(
 @router.get("/v1/snapshots/{ref}/info", response_model_exclude_none=True, summary="Show the details of a snapshot")
 async def show_snapshot(ref: TagRef, engine: EngineDep) -> shapes.SnapshotDetail:
     snapshot = engine.snapshots.get(ref)
-    users = [sandbox.id for sandbox in engine.references.blocking_sandboxes(snapshot)]
+    users = [sandbox.id for sandbox in engine.references.users_of(snapshot).blocking_sandboxes]
     return shapes.snapshot_detail(snapshot, engine.snapshots.files_of(snapshot.id), users)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar, Literal
 
@@ -12,6 +13,7 @@ from pydantic import (
     ConfigDict,
     Field,
     ValidationError,
+    field_validator,
     model_validator,
 )
 
@@ -51,6 +53,9 @@ _REFUSED_METADATA = {
     "network-policy": "use the field network",
 }
 Metadata = Annotated[Pairs, AfterValidator(_check_metadata)]
+_NO_POLICY = NetworkPolicy()
+_MAX_HOST_LENGTH = 255
+_HOST_MASK = re.compile(r"(?:[A-Za-z0-9._-]|\$\{PORT\})+(?::(?:[0-9]{1,5}|\$\{PORT\}))?")
 VolumeSize = Annotated[int, Field(strict=True, ge=64, le=1 << 26)]
 """In MiB."""
 PrewarmCount = Annotated[int, Field(strict=True, ge=0, le=1000)]
@@ -67,7 +72,7 @@ class Network(NativeBody):
 
     refused: ClassVar[Mapping[str, Refused]] = {
         **dict.fromkeys(
-            ("rules", "egressProxy", "maskRequestHost", "httpsPorts"),
+            ("rules", "egressProxy", "httpsPorts"),
             Refused("because the gateway does not change or redirect requests: leave it out"),
         ),
         "dnsServers": Refused("because policies contain addresses, not domains: allow addresses, and leave it out"),
@@ -83,21 +88,38 @@ class Network(NativeBody):
     allow_public_traffic: bool | None = Field(
         None,
         strict=True,
-        description="True: anyone who can reach the gateway can reach the sandbox's ports, except those of the agent.",
+        description="True: anyone who can reach the gateway can reach the sandbox's ports, except those of the agent. "
+        "Absent: `network.public_ports` of the configuration, or no change.",
     )
 
-    def policy(self, allow_internet: bool | None = None, *, public: bool = False) -> NetworkPolicy:
+    mask_request_host: str | None = Field(
+        None,
+        max_length=_MAX_HOST_LENGTH,
+        description="The Host header that services in the sandbox receive; `${PORT}` stands for the port. Absent: as "
+        "the client sent it, or no change. An empty string: as the client sent it.",
+    )
+
+    @field_validator("mask_request_host")
+    @classmethod
+    def _check_host(cls, value: str | None) -> str | None:
+        if value and not _HOST_MASK.fullmatch(value):
+            raise ValueError(f"{value!r} is not a host name: use letters, digits, '-', '.' and ${{PORT}}")
+        return value
+
+    def policy(self, allow_internet: bool | None = None, *, current: NetworkPolicy = _NO_POLICY) -> NetworkPolicy:
         """Return the network policy.
 
-        Fields of this object take precedence over ``allow_internet`` (a field of the request itself) and ``public``
-        (the current value).
+        Fields of this object take precedence over ``allow_internet`` (a field of the request itself), and over the
+        fields of ``current`` that are not about outgoing traffic.
         """
+        public, mask = self.allow_public_traffic, self.mask_request_host
         allow = self.allow_internet if self.allow_internet is not None else allow_internet
         return NetworkPolicy(
             allow_internet=allow is not False,
             allow_out=self.allow_out or [],
             deny_out=self.deny_out or [],
-            allow_public_traffic=public if self.allow_public_traffic is None else self.allow_public_traffic,
+            allow_public_traffic=current.allow_public_traffic if public is None else public,
+            mask_request_host=current.mask_request_host if mask is None else mask,
         )
 
 
@@ -167,6 +189,7 @@ class ForkBody(Sizes):
             metadata=self.metadata,
             env=self.env,
             network=network.policy(self.allow_internet_access),
+            public_ports=network.allow_public_traffic,
             mounts=None if self.volume_mounts is None else [mount.spec() for mount in self.volume_mounts],
             timeout=self.value_or_unset("timeout"),
             on_timeout=self._on_timeout(),
@@ -377,8 +400,17 @@ class RollbackVolume(NativeBody):
     )
 
 
+def _require_alias(value: object) -> object:
+    if value in (None, ""):
+        raise ValueError(
+            "must not be empty, because names cannot be removed from a template: give the name to another template, or "
+            "delete the template"
+        )
+    return value
+
+
 class SetAlias(NativeBody):
-    alias: Name
+    alias: Annotated[Name, BeforeValidator(_require_alias)]
 
 
 _NO_IMAGES = Refused(

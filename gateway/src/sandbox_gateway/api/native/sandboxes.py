@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import base64
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from datetime import UTC, datetime, timedelta
 from typing import Annotated
 from urllib.parse import parse_qsl, unquote
@@ -17,6 +17,7 @@ from sandbox_gateway.api.native import requests, shapes
 from sandbox_gateway.api.native.view import View, ViewDep, get_template_or_snapshot, ids_of
 from sandbox_gateway.api.paging import Limit, NextToken, Order, page
 from sandbox_gateway.api.waiting import cancel_on_disconnect
+from sandbox_gateway.engine.creation_order import Key
 from sandbox_gateway.engine.engine import Engine
 from sandbox_gateway.engine.spec import UNSET
 from sandbox_gateway.errors import GatewayError, Invalid
@@ -71,8 +72,12 @@ async def index(
         *_source_filter(forked_from, engine),
         *_start_filter(started_after),
     ]
-    sandboxes = [sandbox for sandbox in engine.sandboxes.list() if all(is_match(sandbox) for is_match in filters)]
-    items = page(sandboxes, lambda sandbox: (sandbox.created_at, sandbox.id), response, limit, next_token, order)
+
+    def walk(after: Key | None, backwards: bool) -> Iterator[Sandbox]:
+        sandboxes = engine.sandboxes.walk(after, backwards=backwards)
+        return (sandbox for sandbox in sandboxes if all(is_match(sandbox) for is_match in filters))
+
+    items = page(walk, lambda sandbox: (sandbox.created_at, sandbox.id), response, limit, next_token, order)
     if diverged:
         return await view.with_divergences(items)
     return [view.sandbox(sandbox, secret=False) for sandbox in items]
@@ -168,7 +173,7 @@ async def refresh(ref: Ref, engine: EngineDep, body: requests.Refresh | None = N
 
 @router.put("/sandboxes/{ref}/network", status_code=204, summary="Replace a sandbox's network policy")
 async def set_network(ref: Ref, body: requests.Network, engine: EngineDep) -> None:
-    await engine.sandboxes.set_network(ref, body.policy(public=engine.sandboxes.get(ref).network.allow_public_traffic))
+    await engine.sandboxes.set_network(ref, body.policy(current=engine.sandboxes.get(ref).network))
 
 
 @router.post(

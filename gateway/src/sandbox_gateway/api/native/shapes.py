@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from sandbox_gateway.engine.prewarm import Level
     from sandbox_gateway.engine.room import RoomReport
     from sandbox_gateway.engine.spec import ExecResult
-from sandbox_gateway.hosts.base import Usage, VolumeState
+from sandbox_gateway.hosts.base import MemoryDisk, Usage, VolumeState
 
 ENVD_VERSION = "0.6.4"
 """The envd version that the data plane implements: clients choose calls according to it."""
@@ -40,6 +40,9 @@ class NetworkShape(Shape):
     allow_out: list[str]
     deny_out: list[str]
     allow_public_traffic: bool
+    mask_request_host: str | None = Field(
+        None, description="The Host header that services receive; absent if the client's is kept."
+    )
 
 
 class VolumeMountShape(Shape):
@@ -135,6 +138,7 @@ class SnapshotShape(Shape):
     expires_at: datetime | None
     retention: RetentionShape | None = Field(description="The retention rule of the snapshot.")
     memory: str
+    memory_problem: str = Field(description="Why its memory cannot be restored now; empty: it can, or there is none.")
     cold_startable: bool
     memory_bytes_written: int
     disk_bytes_unique: int
@@ -178,6 +182,7 @@ class TemplateShape(Shape):
     memory_mb: int | None = None
     disk_size_mb: int | None = None
     memory: str | None = None
+    memory_problem: str | None = Field(None, description="Why its memory cannot be restored now; empty: it can.")
     prewarm: PrewarmShape | None = None
 
 
@@ -192,6 +197,7 @@ class BuildShape(Shape):
     status: Literal["building", "ready", "error"]
     logs: list[str]
     reason: str | None
+    error_message: str = Field(description="The same as reason, as CubeSandbox names it; empty without an error.")
 
 
 class LogShape(Shape):
@@ -297,6 +303,16 @@ class RollbackShape(Shape):
     status: Literal["READY"]
 
 
+class MemoryRootShape(Shape):
+    """The file system that stores the memory of new snapshots, in bytes."""
+
+    path: str
+    free_bytes: int
+    total_bytes: int
+    problem: str
+    """Why it is not available; empty: it is."""
+
+
 class RoomShape(Shape):
     """The disk space and memory of the host, and how much of them sandboxes and volumes may use, in bytes."""
 
@@ -308,6 +324,8 @@ class RoomShape(Shape):
     memory_promised_bytes: int
     stalled: list[str]
     """Ids of the sandboxes that are stopped because the disk has no space left."""
+    memory_root: MemoryRootShape | None = None
+    """Only if memory images are stored on another file system."""
 
 
 class HealthShape(Shape):
@@ -328,11 +346,13 @@ class HiddenShape(Shape):
 
 
 def network_shape(policy: NetworkPolicy) -> NetworkShape:
+    mask = {"mask_request_host": policy.mask_request_host} if policy.mask_request_host else {}
     return NetworkShape(
         allow_internet_access=policy.allow_internet,
         allow_out=policy.allow_out,
         deny_out=policy.deny_out,
         allow_public_traffic=policy.allow_public_traffic,
+        **mask,
     )
 
 
@@ -345,7 +365,14 @@ def room_shape(report: RoomReport) -> RoomShape:
         memory_total_bytes=report.room.memory_total,
         memory_promised_bytes=report.memory_promised,
         stalled=report.stalled,
+        memory_root=_memory_root_shape(report.room.memory_disk),
     )
+
+
+def _memory_root_shape(disk: MemoryDisk | None) -> MemoryRootShape | None:
+    if disk is None:
+        return None
+    return MemoryRootShape(path=disk.path, free_bytes=disk.free, total_bytes=disk.total, problem=disk.problem)
 
 
 def sandbox_shape(
@@ -388,6 +415,7 @@ def snapshot_shape(
     backend: str,
     forks: int,
     prewarm: Level,
+    memory_problem: str,
     mounts: list[VolumeMountShape],
     volumes: list[VolumeCaptureShape],
     **extra: Any,
@@ -410,6 +438,7 @@ def snapshot_shape(
         expires_at=snapshot.expires_at,
         retention=_retention_shape(snapshot.retention),
         memory=snapshot.memory.value,
+        memory_problem=memory_problem,
         cold_startable=True,
         memory_bytes_written=snapshot.memory_bytes_written,
         disk_bytes_unique=snapshot.disk_bytes_unique,
@@ -459,7 +488,7 @@ def prewarm_shape(level: Level) -> PrewarmShape:
 
 
 def template_shape(
-    template: Snapshot, *, build_id: str, outdated: bool | None, forks: int, prewarm: Level
+    template: Snapshot, *, build_id: str, outdated: bool | None, forks: int, prewarm: Level, memory_problem: str
 ) -> TemplateShape:
     """Describe a template that is ready."""
     sizes = template.resources
@@ -480,6 +509,7 @@ def template_shape(
         memory_mb=sizes.memory_mb,
         disk_size_mb=sizes.disk_mb,
         memory=template.memory.value,
+        memory_problem=memory_problem,
         forks=forks,
         prewarm=prewarm_shape(prewarm),
     )
@@ -535,6 +565,7 @@ def build_shape(build: Build, offset: int = 0, limit: int | None = None) -> Buil
         status=build.status,
         logs=build.lines[offset:end],
         reason=build.reason or None,
+        error_message=build.reason,
     )
 
 

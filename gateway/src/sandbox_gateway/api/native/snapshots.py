@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+import json
+from collections.abc import Iterator
+from typing import Annotated, Literal
 
 from fastapi import APIRouter, Query, Request, Response
 from fastapi.responses import JSONResponse
@@ -13,7 +15,9 @@ from sandbox_gateway.api.native.sandboxes import forks_shape
 from sandbox_gateway.api.native.view import ViewDep, ids_of
 from sandbox_gateway.api.paging import Limit, NextToken, page
 from sandbox_gateway.api.waiting import cancel_on_disconnect
+from sandbox_gateway.engine.creation_order import Key
 from sandbox_gateway.engine.engine import Engine
+from sandbox_gateway.errors import NotFound
 from sandbox_gateway.records import Snapshot
 
 router = APIRouter(tags=["snapshots"])
@@ -37,14 +41,17 @@ async def index(
     ] = "",
 ) -> list[shapes.SnapshotShape]:
     sources, templates = _sandbox_ids(sandbox, engine), ids_of(template, engine)
-    snapshots = [
-        snapshot
-        for snapshot in engine.snapshots.list()
-        if (not name or name in snapshot.names)
-        and (not sandbox or snapshot.source_sandbox in sources)
-        and (not template or snapshot.template_id in templates)
-    ]
-    items = page(snapshots, lambda snapshot: (snapshot.created_at, snapshot.id), response, limit, next_token)
+
+    def walk(after: Key | None, backwards: bool) -> Iterator[Snapshot]:
+        return (
+            snapshot
+            for snapshot in engine.snapshots.walk(after=after, backwards=backwards)
+            if (not name or name in snapshot.names)
+            and (not sandbox or snapshot.source_sandbox in sources)
+            and (not template or snapshot.template_id in templates)
+        )
+
+    items = page(walk, lambda snapshot: (snapshot.created_at, snapshot.id), response, limit, next_token)
     return [view.snapshot(snapshot) for snapshot in items]
 
 
@@ -97,18 +104,28 @@ async def prewarm(ref: Ref, engine: EngineDep, body: requests.Prewarm) -> shapes
 async def lineage(
     engine: EngineDep,
     root: Annotated[str, Query(max_length=MAX_REF_LENGTH, description="Only descendants of this object")] = "",
-) -> list[dict[str, Any]]:
-    return engine.snapshots.lineage(root or None)
+    flat: Annotated[
+        bool,
+        Query(description="A list instead of trees: each object before its descendants, with `parent` and `depth`"),
+    ] = False,
+) -> Response:
+    nodes = engine.snapshots.walk_lineage(root or None) if flat else engine.snapshots.lineage(root or None)
+    # There can be many thousands of nodes: FastAPI would copy each, and all of a list would be in memory at once.
+    texts = (json.dumps(node, ensure_ascii=False, separators=(",", ":")) for node in nodes)
+    return Response(f"[{','.join(texts)}]", media_type="application/json")
 
 
 async def remove(engine: Engine, snapshot: Snapshot, when: str | None) -> Response:
     """Delete a snapshot. 204: deleted. 202: hidden until its last user is removed."""
     if await engine.snapshots.delete(snapshot.id, when_unused=when == "unused"):
         return Response(status_code=204)
-    blockers = [blocker.id for blocker in engine.references.blockers(snapshot)]
+    blockers = [blocker.id for blocker in engine.references.users_of(snapshot).blockers]
     shape = shapes.HiddenShape(snapshot_id=snapshot.id, status="hidden", blockers=blockers)
     return JSONResponse(shape.model_dump(), 202)
 
 
 def _sandbox_ids(ref: str, engine: Engine) -> set[str]:
-    return {ref, *(sandbox.id for sandbox in engine.sandboxes.list() if sandbox.name == ref)}
+    try:
+        return {ref, engine.sandboxes.get(ref).id}
+    except NotFound:
+        return {ref}

@@ -12,7 +12,7 @@ from sandbox_gateway.api.dependencies import EngineDep, Ref
 from sandbox_gateway.api.native import requests, shapes
 from sandbox_gateway.api.native.snapshots import When, remove
 from sandbox_gateway.api.native.view import get_template_or_snapshot
-from sandbox_gateway.api.paging import Limit, NextToken, page
+from sandbox_gateway.api.paging import Limit, NextToken, page_list
 from sandbox_gateway.engine.builds import Build
 from sandbox_gateway.engine.engine import Engine
 from sandbox_gateway.engine.names import require_valid_name
@@ -57,7 +57,7 @@ async def index(
         ),
     ]
     matches = [template for template in templates if not name or name in template.names]
-    return page(matches, lambda shape: (shape.created_at, shape.template_id), response, limit, next_token)
+    return page_list(matches, lambda shape: (shape.created_at, shape.template_id), response, limit, next_token)
 
 
 @router.get("/templates/{ref}", response_model_exclude_unset=True, summary="Show a template")
@@ -117,11 +117,16 @@ async def build_logs(
 @router.delete(
     "/templates/{ref}",
     status_code=204,
-    summary="Remove a template (or a snapshot)",
+    summary="Remove a template (or a snapshot, with its last user)",
     responses={202: {"model": shapes.HiddenShape, "description": "Hidden; removed with its last user"}},
 )
 async def delete(ref: Ref, engine: EngineDep, when: When = None) -> Response:
-    return await remove(engine, get_template_or_snapshot(engine, ref), when)
+    """Remove a template. A snapshot in use is hidden immediately and removed with its last user.
+
+    E2B's and CubeSandbox's clients delete snapshots with this request, also while sandboxes made from them exist.
+    """
+    target = get_template_or_snapshot(engine, ref)
+    return await remove(engine, target, when if target.kind is SnapshotKind.TEMPLATE else "unused")
 
 
 def _ready_shape(engine: Engine, template: Snapshot, guest: str) -> shapes.TemplateShape:
@@ -129,8 +134,9 @@ def _ready_shape(engine: Engine, template: Snapshot, guest: str) -> shapes.Templ
         template,
         build_id=engine.templates.get_build(template.id).build_id,
         outdated=is_outdated(template, guest),
-        forks=len(engine.references.blocking_sandboxes(template)),
+        forks=len(engine.references.users_of(template).blocking_sandboxes),
         prewarm=engine.prewarm.level(template),
+        memory_problem=engine.host.memory_problem(template),
     )
 
 

@@ -15,7 +15,7 @@ from sandbox_gateway.config import Config
 from sandbox_gateway.engine.engine import Engine
 from sandbox_gateway.errors import GatewayError, NotFound
 from sandbox_gateway.hosts.base import VolumeState
-from sandbox_gateway.records import Mount, Sandbox, Snapshot, SnapshotKind, Volume, VolumeSnapshot
+from sandbox_gateway.records import Mount, Sandbox, Snapshot, Volume, VolumeSnapshot
 
 _MAX_CONCURRENT_QUERIES = 16
 
@@ -45,19 +45,21 @@ class View:
         )
 
     def snapshot(self, snapshot: Snapshot, *, with_users: bool = False) -> shapes.SnapshotShape:
+        users = self.engine.references.users_of(snapshot)
         extra: dict[str, Any] = {"zfs_snapshot": name} if (name := snapshot.host.get("zfsSnapshot")) else {}
         if with_users:
             extra["users"] = [
                 shapes.SnapshotUserShape(
                     kind="sandbox" if isinstance(user, Sandbox) else "volume", id=user.id, name=user.name
                 )
-                for user in self.engine.references.blockers(snapshot)
+                for user in users.blockers
             ]
         return shapes.snapshot_shape(
             snapshot,
             backend=self.backend,
-            forks=len(self.engine.references.blocking_sandboxes(snapshot)),
+            forks=len(users.blocking_sandboxes),
             prewarm=self.engine.prewarm.level(snapshot),
+            memory_problem=self.engine.host.memory_problem(snapshot),
             mounts=self._mounts(snapshot.mounts),
             volumes=[
                 shapes.VolumeCaptureShape(name=self._volume_name(capture.volume), snapshot_id=capture.snapshot)
@@ -160,8 +162,10 @@ def get_template_or_snapshot(engine: Engine, ref: str) -> Snapshot:
 
 def ids_of(ref: str, engine: Engine) -> set[str]:
     """Return ``ref`` and the id of the template or snapshot with that name, if there is one. Used for filters."""
-    snapshots = engine.snapshots.list([SnapshotKind.SNAPSHOT, SnapshotKind.TEMPLATE])
-    return {ref, *(snapshot.id for snapshot in snapshots if ref in snapshot.names)}
+    try:
+        return {ref, engine.snapshots.get(ref).id}
+    except NotFound:
+        return {ref}
 
 
 async def _view(request: Request) -> View:

@@ -10,7 +10,7 @@ from fastapi import APIRouter, Path, Query, Request, Response
 from sandbox_gateway.api.dependencies import MAX_REF_LENGTH, EngineDep, Ref
 from sandbox_gateway.api.native import requests, shapes
 from sandbox_gateway.api.native.view import ViewDep
-from sandbox_gateway.api.paging import MAX_ITEMS, Limit, NextToken, page
+from sandbox_gateway.api.paging import MAX_ITEMS, Limit, NextToken, page_list
 from sandbox_gateway.api.waiting import cancel_on_disconnect
 from sandbox_gateway.records import new_id
 
@@ -37,7 +37,7 @@ async def index(
     name: str = "",
 ) -> list[shapes.VolumeShape]:
     volumes = [volume for volume in engine.volumes.list() if not name or volume.name == name]
-    items = page(volumes, lambda volume: (volume.created_at, volume.id), response, limit, next_token)
+    items = page_list(volumes, lambda volume: (volume.created_at, volume.id), response, limit, next_token)
     return list(await asyncio.gather(*(view.volume(volume) for volume in items)))
 
 
@@ -95,7 +95,7 @@ async def snapshots(
     name: str = "",
 ) -> list[shapes.VolumeSnapshotShape]:
     matches = [snapshot for snapshot in engine.volumes.list_snapshots(ref) if not name or snapshot.name == name]
-    items = page(matches, lambda snapshot: (snapshot.created_at, snapshot.id), response, limit, next_token)
+    items = page_list(matches, lambda snapshot: (snapshot.created_at, snapshot.id), response, limit, next_token)
     return [view.volume_snapshot(snapshot) for snapshot in items]
 
 

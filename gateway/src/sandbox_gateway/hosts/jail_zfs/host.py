@@ -230,6 +230,9 @@ class JailZfsHost:
     def files_of(self, snapshot: Snapshot) -> dict[str, str]:
         return {"dir": str(snapshot.host.get("zfsSnapshot", ""))}
 
+    def memory_problem(self, snapshot: Snapshot) -> str:
+        return ""
+
     async def has_diverged(self, sandbox: Sandbox, head: Snapshot) -> bool:
         return await self._disks.has_diverged(sandbox, head)
 

@@ -1,6 +1,6 @@
 """Implement the interface of hosts.base with virtual machines on reflinked files.
 
-Each method delegates to another module: `running_machines` and `qemu` run machines, `memory` captures them, `network`
+Each method delegates to another module: `machines` and `qemu` run machines, `memory` captures them, `network`
 provides slots, `image` stores disks, `template` builds disks from recipes, `volumes` serves volumes.
 """
 
@@ -18,10 +18,12 @@ from sandbox_gateway.errors import BackendFailed, Conflict
 from sandbox_gateway.hosts import directory_records
 from sandbox_gateway.hosts.addresses import name_servers
 from sandbox_gateway.hosts.base import Abilities, Endpoint, GuestMount, Load, Log, Room, Scan, Usage, VolumeState
-from sandbox_gateway.hosts.directory_records import Quarantine, explaining_os_errors
-from sandbox_gateway.hosts.kvm_xfs.image import instances, reflink
-from sandbox_gateway.hosts.kvm_xfs.image.layout import Layout
+from sandbox_gateway.hosts.directory_records import Quarantine, RecordReader, explaining_os_errors
+from sandbox_gateway.hosts.kvm_xfs.image import instances, memory_roots, reflink
+from sandbox_gateway.hosts.kvm_xfs.image.layout import Instance, Layout, MemoryDirectory
+from sandbox_gateway.hosts.kvm_xfs.image.memory_roots import MemoryRoots
 from sandbox_gateway.hosts.kvm_xfs.image.snapshots import Snapshots
+from sandbox_gateway.hosts.kvm_xfs.machines import Machines
 from sandbox_gateway.hosts.kvm_xfs.meminfo import read_memory
 from sandbox_gateway.hosts.kvm_xfs.memory.capture import Capture
 from sandbox_gateway.hosts.kvm_xfs.memory.image_check import ImageCheck
@@ -31,7 +33,6 @@ from sandbox_gateway.hosts.kvm_xfs.network.slots import SlotPool
 from sandbox_gateway.hosts.kvm_xfs.ownership import Ownership
 from sandbox_gateway.hosts.kvm_xfs.qemu import accel
 from sandbox_gateway.hosts.kvm_xfs.qemu.command_line import Platform
-from sandbox_gateway.hosts.kvm_xfs.running_machines import RunningMachines
 from sandbox_gateway.hosts.kvm_xfs.template import guest_files
 from sandbox_gateway.hosts.kvm_xfs.template.build import build_rootfs
 from sandbox_gateway.hosts.kvm_xfs.volumes.kvm_volumes import KvmVolumes
@@ -68,10 +69,11 @@ class KvmXfsHost:
         self._ownership = Ownership(root, config.network.prefix)
         self._layout = Layout(root)
         self._quarantine = Quarantine(root)
+        self._memory_roots = MemoryRoots(self._layout, config.kvm_xfs.memory_root)
         self._snapshots = Snapshots(self._layout, self._quarantine)
         self._slots = SlotPool(config.network, uid_base=config.kvm_xfs.uid_base)
         self._volumes = KvmVolumes(self._layout, self._quarantine, ServerPool(config.network, self._layout.serving))
-        self._machines = RunningMachines(config, self._layout, self._slots, self._volumes)
+        self._machines = Machines(config, self._layout, self._slots, self._volumes)
         self._tracker = TrackerClient(config.kvm_xfs.page_tracker)
         best_mode = config.kvm_xfs.memory_mode
         self._windows = Windows(self._tracker, MODES_BEST_FIRST[0] if best_mode == "auto" else Memory(best_mode))
@@ -92,6 +94,7 @@ class KvmXfsHost:
         try:
             reflink.require_reflinks(root)
             self._layout.create()
+            await asyncio.to_thread(self._memory_roots.open)
             await asyncio.to_thread(self._layout.restrict_access, self._config.cache_root)
             self._machines.platform = await self._probe()
             await asyncio.to_thread(self._tracker.open)
@@ -112,25 +115,27 @@ class KvmXfsHost:
         return Platform(accelerator.name, accelerator.cpu_model, self._config.kvm_xfs.machine, accelerator.qemu_version)
 
     async def scan(self) -> Scan:
-        self._refuse_newer_records()
+        reader = RecordReader()
+        self._refuse_newer_records(reader)
         scan = Scan()
         for parent in (self._layout.templates, self._layout.snapshots, self._layout.sandboxes):
             scan.repaired += [f"removed {name}, which was never committed" for name in directory_records.sweep(parent)]
-        scan.snapshots = self._snapshots.scan(scan.repaired)
+        scan.snapshots = self._snapshots.scan(scan.repaired, reader)
         for directory in directory_records.directories(self._layout.sandboxes):
             if not directory_records.has_record(directory):
                 continue  # It was never committed. _remove_strays removes it after its machine has been stopped.
             with self._quarantine.quarantine_if_damaged(directory, scan.repaired):
-                scan.sandboxes.append(directory_records.read_record(directory, Sandbox))
+                scan.sandboxes.append(reader.read(directory, Sandbox))
         scan.unreadable_sandboxes = self._quarantine.list_from(self._layout.sandboxes)
-        await self._volumes.find(scan)
+        await self._volumes.find(scan, reader)
         await self._machines.adopt(scan)
         await self._volumes.adopt(scan, self._machines.addresses())
         self._remove_strays(scan)
+        await asyncio.to_thread(self._memory_roots.sweep, self._quarantine, scan.repaired)
         return scan
 
-    def _refuse_newer_records(self) -> None:
-        layout, directories, find_newer = self._layout, directory_records.directories, directory_records.find_newer
+    def _refuse_newer_records(self, reader: RecordReader) -> None:
+        layout, directories, find_newer = self._layout, directory_records.directories, reader.find_newer
         refuse_newer(
             find_newer([*directories(layout.templates), *directories(layout.snapshots)], Snapshot)
             | find_newer(directories(layout.sandboxes), Sandbox)
@@ -152,13 +157,13 @@ class KvmXfsHost:
 
     async def room(self) -> Room:
         with explaining_os_errors():
-            return await asyncio.to_thread(_read_room, self._config.host.state_root)
+            return await asyncio.to_thread(_read_room, self._config.host.state_root, self._memory_roots)
 
     async def stalled(self) -> set[str]:
         return await self._machines.stalled()
 
     async def continue_stalled(self, sandbox: Sandbox) -> None:
-        machine, _ = self._machines.require_running(sandbox)
+        machine = self._machines.require_running(sandbox).machine
         if await machine.is_stalled():
             await machine.cont()
 
@@ -179,14 +184,14 @@ class KvmXfsHost:
         return guest_files.guest_digest()
 
     async def build_base(self, base: Snapshot, recipe: Recipe, log: Log) -> Snapshot:
-        partial = self._snapshots.partial(base)
-        partial.mkdir(mode=0o700)
+        partial = self._snapshots.partial_files(base)
+        partial.directory.mkdir(mode=0o700)
         try:
             await build_rootfs(
                 recipe,
-                partial / "rootfs.img",
-                partial / "kernel",
-                partial / "initrd",
+                partial.disk,
+                partial.kernel,
+                partial.initrd,
                 cache_root=self._config.cache_root,
                 log=log,
             )
@@ -194,16 +199,21 @@ class KvmXfsHost:
         except BaseException:
             await clean_up(logger, asyncio.to_thread(self._snapshots.undo, base))
             raise
-        self._machines.platform = await self._probe(self._snapshots.path(base) / "kernel")
+        self._machines.platform = await self._probe(self._snapshots.files(base).kernel)
         return base
 
     async def capture(
         self, sandbox: Sandbox, snapshot: Snapshot, *, memory: bool, volumes: Sequence[VolumeSnapshot] = ()
     ) -> Snapshot:
-        machine, _ = self._machines.require_running(sandbox)
+        machine = self._machines.require_running(sandbox).machine
+        files = self._layout.instance(sandbox)
         window = self._windows.get(machine, _boot_image_check(sandbox)) if memory else None
-        capture = Capture(machine, self._layout.instance(sandbox), self._snapshots.partial(snapshot), window)
-        with explaining_os_errors():
+        where = "the state file system"
+        if memory and (memory_directory := await asyncio.to_thread(self._directory_for_capture, files)):
+            memory_directory.record_in(snapshot)
+            where += f" or in the memory root {memory_directory.root}"
+        capture = Capture(machine, files, self._snapshots.partial_files(snapshot), window)
+        with explaining_os_errors(where):
             async with self._volumes.pending_snapshots(volumes) as pending:
                 try:
                     await capture.run(pending.clone_images if volumes else None)
@@ -211,7 +221,7 @@ class KvmXfsHost:
                     snapshot.memory_bytes_written = capture.memory_bytes
                     snapshot.pause_ms = capture.pause_ms
                     snapshot.resources = sandbox.resources
-                    snapshot.host = {"platform": sandbox.host["platform"], "phases_ms": capture.phases_ms}
+                    snapshot.host |= {"platform": sandbox.host["platform"], "phases_ms": capture.phases_ms}
                     snapshot.host["stops_ms"] = capture.stops_ms
                     if capture.image_check is not None:
                         snapshot.host["image"] = capture.image_check.model_dump(mode="json")
@@ -227,6 +237,10 @@ class KvmXfsHost:
         if snapshot.kind is SnapshotKind.TRANSIENT:
             self._background.start(asyncio.to_thread(self._snapshots.sync, snapshot))
         return snapshot
+
+    def _directory_for_capture(self, files: Instance) -> MemoryDirectory | None:
+        memory_roots.require_held_image(files.memory)
+        return self._memory_roots.directory_for_capture()
 
     def _report_degraded(self, reason: str, mode: Memory) -> None:
         """Log a warning, once per reason."""
@@ -245,20 +259,24 @@ class KvmXfsHost:
     def files_of(self, snapshot: Snapshot) -> dict[str, str]:
         return self._snapshots.files_of(snapshot)
 
+    def memory_problem(self, snapshot: Snapshot) -> str:
+        return self._memory_roots.memory_problem(snapshot)
+
     # -- sandboxes --------------------------------------------------------------------------------------------------
 
     async def fork(self, snapshot: Snapshot, sandbox: Sandbox, *, with_memory: bool, hold: bool = False) -> None:
-        source = self._snapshots.path(snapshot)
+        source = self._snapshots.files(snapshot)
         files = self._layout.instance(sandbox)
         if with_memory:
             self._machines.check_platform(snapshot)
+            await asyncio.to_thread(self._memory_roots.require_memory, snapshot)
         with explaining_os_errors():
             try:
                 # Wait for the thread even if cancelled: it must not write after the files have been removed.
                 await finish_despite_cancellation(
                     asyncio.to_thread(instances.create_files, source, files, sandbox, with_memory)
                 )
-                state = source / "device.state" if with_memory else None
+                state = source.device_state if with_memory else None
                 await self._machines.launch(sandbox, files, state, hold=hold)
                 sandbox.host["line"] = with_memory and snapshot.host.get("line", False)
                 if with_memory and "image" in snapshot.host:
@@ -304,25 +322,27 @@ class KvmXfsHost:
         with explaining_os_errors():
             await asyncio.to_thread(directory_records.unlink_record, directory)
             await self._machines.stop(sandbox)
-            await asyncio.to_thread(directory_records.remove, directory)
+            await asyncio.to_thread(instances.remove_all, directory)
 
     async def has_diverged(self, sandbox: Sandbox, head: Snapshot) -> bool:
-        disk, head_disk = self._layout.instance(sandbox).disk, self._snapshots.path(head) / "rootfs.img"
+        disk, head_disk = self._layout.instance(sandbox).disk, self._snapshots.files(head).disk
         with _explaining_removal(sandbox):
             return not await asyncio.to_thread(reflink.has_same_extents, disk, head_disk)
 
     async def usage(self, sandbox: Sandbox) -> Usage:
         with _explaining_removal(sandbox):
-            disk = await asyncio.to_thread(reflink.unique_bytes, self._layout.instance(sandbox).disk)
-        entry = self._machines.find(sandbox)
-        memory = await asyncio.to_thread(entry[0].memory_bytes) if entry else 0
-        return Usage(disk_bytes=disk, memory_bytes=memory)
+            files = self._layout.instance(sandbox)
+            disk = await asyncio.to_thread(reflink.unique_bytes, files.disk)
+            image_bytes = await asyncio.to_thread(instances.image_bytes, files)
+        started = self._machines.find(sandbox)
+        memory = await asyncio.to_thread(started.machine.memory_bytes) if started else 0
+        return Usage(disk_bytes=disk, memory_bytes=memory, image_bytes=image_bytes)
 
     async def loads(self, sandboxes: Sequence[Sandbox]) -> dict[str, Load]:
         machines = {
-            sandbox.instance: entry[0]
+            sandbox.instance: started.machine
             for sandbox in sandboxes
-            if (entry := self._machines.find(sandbox)) and not entry[0].has_ended
+            if (started := self._machines.find(sandbox)) and not started.machine.has_ended
         }
         # One thread for all: each takes some microseconds.
         measurements = await asyncio.to_thread(lambda: {key: machine.load() for key, machine in machines.items()})
@@ -333,19 +353,17 @@ class KvmXfsHost:
         return Endpoint(slot.host_address, machine.line if sandbox.host.get("line") else None)
 
     def end_reason(self, sandbox: Sandbox) -> str:
-        entry = self._machines.find(sandbox)
-        if entry is None:
+        started = self._machines.find(sandbox)
+        if started is None:
             return "its machine is not running"
-        machine, _ = entry
-        return f"its machine ended{machine.log_tail()}" if machine.has_ended else ""
+        return f"its machine ended{started.machine.log_tail()}" if started.machine.has_ended else ""
 
     async def console(self, sandbox: Sandbox) -> str:
-        machine, _ = self._machines.require_running(sandbox)
-        return await machine.console()
+        started = self._machines.find(sandbox)
+        return await started.machine.console() if started else ""
 
     async def apply_network(self, sandbox: Sandbox, policy: NetworkPolicy) -> None:
-        _, slot = self._machines.require_running(sandbox)
-        await self._slots.apply(slot, policy)
+        await self._slots.apply(self._machines.require_running(sandbox).slot, policy)
 
     # -- volumes ----------------------------------------------------------------------------------------------------
 
@@ -380,10 +398,11 @@ class KvmXfsHost:
         return self._volumes.guest_mounts(sandbox)
 
 
-def _read_room(root: Path) -> Room:
+def _read_room(root: Path, memory_roots: MemoryRoots) -> Room:
     status = os.statvfs(root)
     memory_free, memory_total = read_memory()
-    return Room(status.f_bavail * status.f_frsize, status.f_blocks * status.f_frsize, memory_free, memory_total)
+    disk_free, disk_total = status.f_bavail * status.f_frsize, status.f_blocks * status.f_frsize
+    return Room(disk_free, disk_total, memory_free, memory_total, memory_roots.disk())
 
 
 def _boot_image_check(sandbox: Sandbox) -> ImageCheck | None:

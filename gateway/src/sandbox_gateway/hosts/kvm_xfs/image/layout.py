@@ -2,10 +2,17 @@
 
     templates/<id>/   snapshots/<id>/      rootfs.img [memory.img device.state] kernel initrd manifest.json
     sandboxes/<id>/                        manifest.json and one directory per machine:
-        <instance>/                        rootfs.img memory.base kernel initrd run/
+        <instance>/                        rootfs.img memory.base [memory.last …] kernel initrd run/
     volumes/<id>/                          volume.img manifest.json and one directory per snapshot of it:
         snapshots/<id>/                    volume.img manifest.json
     serving/                               files of running volume servers; unused after a reboot
+    memory-roots.json                      the name of this gateway's directory in memory roots
+
+A memory root (`kvm_xfs.memory_root`) is a directory on another file system. It contains, for each gateway,
+
+    <gateway>/snapshots/<id>.img           the memory image of a snapshot, whose record says where it is
+    <gateway>/machines/<instance>/         memory.base and memory.last: hard links to such images; in the directory
+                                           of the machine, symbolic links refer to them
 
 A rename commits a snapshot or a volume (`hosts.directory_records`). A sandbox exists as soon as its manifest exists.
 """
@@ -18,9 +25,11 @@ import stat
 from collections.abc import Iterator
 from pathlib import Path
 
-from sandbox_gateway.hosts.directory_records import directories
+from sandbox_gateway.hosts.directory_records import PARTIAL, directories
 from sandbox_gateway.records import Sandbox, Snapshot, SnapshotKind
 
+VOLUME_IMAGE = "volume.img"
+"""The image of a volume or of its snapshot, in their directories."""
 VOLUME_SNAPSHOTS = "snapshots"
 """The directory of a volume's snapshots, in the volume's directory."""
 
@@ -34,6 +43,7 @@ class Layout:
         self.snapshots = root / "snapshots"
         self.sandboxes = root / "sandboxes"
         self.volumes = root / "volumes"
+        self.memory_roots = root / "memory-roots.json"
         self.serving = root / "serving"
 
     def create(self) -> None:
@@ -45,20 +55,17 @@ class Layout:
 
         Directories remain searchable, because QEMU runs as another user.
         """
-        parents = (self.templates, self.snapshots, self.sandboxes, self.volumes)
-        paths = [*self.root.glob("*.json"), *cache.glob("rootfs-*.tar")]
-        paths += [
-            Path(directory, name) for parent in parents for directory, _, names in os.walk(parent) for name in names
-        ]
-        for path in paths:
+        for path in [*self.root.glob("*.json"), *cache.glob("rootfs-*.tar")]:
             with contextlib.suppress(FileNotFoundError):
-                mode = path.lstat().st_mode
-                if stat.S_ISREG(mode) and mode & 0o077:
+                if _is_open_to_others(path.lstat().st_mode):
                     path.chmod(0o600)
+        for parent in (self.templates, self.snapshots, self.sandboxes, self.volumes):
+            _restrict_files(parent)
 
-    def snapshot(self, snapshot: Snapshot) -> Path:
+    def snapshot(self, snapshot: Snapshot) -> SnapshotFiles:
         is_template = snapshot.kind in (SnapshotKind.BASE, SnapshotKind.TEMPLATE)
-        return (self.templates if is_template else self.snapshots) / snapshot.id
+        directory = (self.templates if is_template else self.snapshots) / snapshot.id
+        return SnapshotFiles(directory, MemoryDirectory.of_snapshot(snapshot))
 
     def sandbox(self, sandbox: Sandbox) -> Path:
         return self.sandboxes / sandbox.id
@@ -76,12 +83,102 @@ class Layout:
                 yield from directories(volume / VOLUME_SNAPSHOTS)
 
 
+def _restrict_files(directory: Path | str) -> None:
+    """Remove other users' access to the files below ``directory``.
+
+    Skips directories that only their owner can search, as most are, because nobody else can open their files.
+    """
+    with contextlib.suppress(FileNotFoundError), os.scandir(directory) as entries:
+        for entry in entries:
+            with contextlib.suppress(FileNotFoundError):
+                mode = entry.stat(follow_symlinks=False).st_mode
+                if stat.S_ISDIR(mode) and mode & 0o011:
+                    _restrict_files(entry.path)
+                elif _is_open_to_others(mode):
+                    Path(entry).chmod(0o600)
+
+
+def _is_open_to_others(mode: int) -> bool:
+    return stat.S_ISREG(mode) and bool(mode & 0o077)
+
+
+_DISK, _KERNEL, _INITRD = "rootfs.img", "kernel", "initrd"
+_IMAGE_SUFFIX = ".img"
+_MEMORY_LOCATION = "memory"
+"""The key in ``Snapshot.host`` that says where the memory image is. Missing: in the directory of the snapshot."""
+
+
+class MemoryDirectory:
+    """The paths of one gateway's memory images in the memory root ``root``. ``gateway`` is the gateway's directory."""
+
+    def __init__(self, root: Path, gateway: str) -> None:
+        self.root = root
+        self.gateway = gateway
+        self.directory = root / gateway
+        self.snapshots = self.directory / "snapshots"
+        self.machines = self.directory / "machines"
+
+    @classmethod
+    def of_snapshot(cls, snapshot: Snapshot) -> MemoryDirectory | None:
+        """Return where the memory image of a snapshot is. None: in the directory of the snapshot.
+
+        Raises ValueError if the record is damaged.
+        """
+        location = snapshot.host.get(_MEMORY_LOCATION)
+        if location is None:
+            return None
+        try:
+            return cls(Path(location["root"]), str(location["gateway"]))
+        except (KeyError, TypeError):
+            raise ValueError(f"its host.{_MEMORY_LOCATION} has no root or no gateway") from None
+
+    def record_in(self, snapshot: Snapshot) -> None:
+        """Record in a snapshot that its memory image is here."""
+        snapshot.host[_MEMORY_LOCATION] = {"root": str(self.root), "gateway": self.gateway}
+
+    def snapshot(self, id: str) -> Path:
+        return self.snapshots / f"{id}{_IMAGE_SUFFIX}"
+
+    def snapshot_images(self) -> dict[str, Path]:
+        """Return the memory images of snapshots, by the id of the snapshot."""
+        images = sorted(self.snapshots.glob(f"*{_IMAGE_SUFFIX}"))
+        return {image.name.removesuffix(_IMAGE_SUFFIX): image for image in images}
+
+    def machine_files(self) -> list[Path]:
+        """Return the files of machines."""
+        return sorted(self.machines.glob("*/*"))
+
+    def machine_file(self, link: Path) -> Path:
+        """Return the file to which ``link``, a symbolic link in the directory of a machine, refers."""
+        return self.machines / link.parent.name / link.name
+
+
+class SnapshotFiles:
+    """The paths of the files of one snapshot or template. ``memory`` and ``device_state`` only exist with memory.
+
+    ``memory_directory``: where the memory image is, if it is not in ``directory``.
+    """
+
+    def __init__(self, directory: Path, memory_directory: MemoryDirectory | None = None) -> None:
+        self.directory = directory
+        self.disk = directory / _DISK
+        self.memory_directory = memory_directory
+        self.memory = directory / "memory.img"
+        if memory_directory is not None:
+            self.memory = memory_directory.snapshot(directory.name.removeprefix(PARTIAL))
+        self.device_state = directory / "device.state"
+        self.kernel = directory / _KERNEL
+        self.initrd = directory / _INITRD
+        self.unsynced = directory / "unsynced"
+        """Exists while data may not be on the device yet. Contains the id of the host's boot."""
+
+
 class Instance:
     """The paths of one machine's files."""
 
     def __init__(self, directory: Path) -> None:
         self.directory = directory
-        self.disk = directory / "rootfs.img"
+        self.disk = directory / _DISK
         self.memory = directory / "memory.base"
         """The image that the machine was started from."""
         self.last_memory = directory / "memory.last"
@@ -90,7 +187,7 @@ class Instance:
         """The `ImageCheck` of ``last_memory``."""
         self.taken_marker = directory / "memory.taken"
         """Exists while some pages whose marks were taken are not in an image yet."""
-        self.kernel = directory / "kernel"
-        self.initrd = directory / "initrd"
+        self.kernel = directory / _KERNEL
+        self.initrd = directory / _INITRD
         self.run = directory / "run"
         self.qmp = self.run / "qmp.sock"

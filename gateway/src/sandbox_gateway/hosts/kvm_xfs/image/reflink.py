@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from sandbox_gateway.errors import BackendFailed, NoSpace, Unsupported
+from sandbox_gateway.hosts import directory_records
 
 _FICLONE = 0x40049409
 _FS_IOC_FIEMAP = 0xC020660B
@@ -22,6 +23,9 @@ _FIEMAP_EXTENT_SHARED = 0x2000
 _HEADER = struct.Struct("=QQIIII")
 _EXTENT = struct.Struct("=QQQ2QI3I")
 _BATCH_EXTENTS = 512
+_COPY_BYTES = 4 << 20
+_CANNOT_SHARE = frozenset({errno.EOPNOTSUPP, errno.EINVAL, errno.EXDEV, errno.ENOTTY, errno.ENOSYS})
+"""The errors of FICLONE on file systems that cannot share extents, or not with each other."""
 
 
 @dataclass(frozen=True)
@@ -53,6 +57,52 @@ def clone(source: Path, target: Path, mode: int = 0o600) -> None:
             raise
         finally:
             os.close(descriptor)
+
+
+def clone_or_copy(source: Path, target: Path, mode: int = 0o600) -> None:
+    """Create ``target``, which must not exist, with the contents of ``source``. On failure, ``target`` is removed.
+
+    The files share extents if their file systems allow that. Otherwise the data is copied; holes remain holes.
+    Raises OSError.
+    """
+    with source.open("rb") as origin:
+        descriptor = os.open(target, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, mode)
+        try:
+            try:
+                fcntl.ioctl(descriptor, _FICLONE, origin.fileno())
+            except OSError as error:
+                if error.errno not in _CANNOT_SHARE:
+                    raise
+                _copy_data(origin.fileno(), descriptor)
+        except BaseException:
+            target.unlink()
+            raise
+        finally:
+            os.close(descriptor)
+
+
+def _copy_data(source: int, target: int) -> None:
+    """Copy the data of a file, but not its holes, to an empty file."""
+    size = os.fstat(source).st_size
+    os.ftruncate(target, size)
+    buffer = memoryview(bytearray(_COPY_BYTES))
+    end = 0
+    while end < size:
+        try:
+            start = os.lseek(source, end, os.SEEK_DATA)
+        except OSError as error:
+            if error.errno == errno.ENXIO:  # There is no data after this offset.
+                return
+            raise
+        end = os.lseek(source, start, os.SEEK_HOLE)
+        while start < end:
+            length = os.preadv(source, [buffer[: min(_COPY_BYTES, end - start)]], start)
+            if length == 0:
+                raise BackendFailed("a memory image was truncated while it was copied")
+            data = buffer[:length]
+            while data:
+                written = os.pwrite(target, data, start)
+                data, start = data[written:], start + written
 
 
 def extents(path: Path) -> list[Extent]:
@@ -131,9 +181,9 @@ def require_reflinks(directory: Path) -> None:
 
 
 def _translate_error(error: OSError) -> NoSpace | Unsupported | BackendFailed:
-    if error.errno in (errno.ENOSPC, errno.EDQUOT):
-        return NoSpace("no space left on the state file system: remove snapshots or sandboxes, or grow it")
-    if error.errno in (errno.EOPNOTSUPP, errno.EINVAL, errno.EXDEV, errno.ENOTTY):
+    if directory_records.is_full(error):
+        return directory_records.no_space_error()
+    if error.errno in _CANNOT_SHARE:
         return Unsupported(
             f"this file system cannot share blocks between files ({error.strerror}): put the state root on an "
             "XFS file system created with reflink=1"

@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import contextlib
+import os
 from pathlib import Path
 
 from sandbox_gateway.hosts import directory_records
-from sandbox_gateway.hosts.directory_records import Quarantine
+from sandbox_gateway.hosts.directory_records import Quarantine, RecordReader
 from sandbox_gateway.hosts.kvm_xfs.image import reflink
-from sandbox_gateway.hosts.kvm_xfs.image.layout import Layout
+from sandbox_gateway.hosts.kvm_xfs.image.layout import Layout, MemoryDirectory, SnapshotFiles
+from sandbox_gateway.hosts.kvm_xfs.image.memory_roots import sync_image_directory
+from sandbox_gateway.log import Logger
 from sandbox_gateway.records import Memory, Snapshot, SnapshotKind
 
-_UNSYNCED_MARKER = "unsynced"
-"""A file in a snapshot whose data may not be on the device yet. Contains the id of the host's boot."""
 _BOOT_ID_FILE = Path("/proc/sys/kernel/random/boot_id")
+
+log = Logger("kvm_xfs")
 
 
 class Snapshots:
@@ -23,101 +26,137 @@ class Snapshots:
         self._layout = layout
         self._quarantine = quarantine
 
-    def scan(self, repaired: list[str]) -> list[Snapshot]:
+    def scan(self, repaired: list[str], reader: RecordReader | None = None) -> list[Snapshot]:
         """Return the intact snapshots. Quarantines damaged snapshots and adds a sentence for each to ``repaired``."""
+        reader = reader or RecordReader()
         intact_snapshots = []
         for parent in (self._layout.templates, self._layout.snapshots):
             for directory in directory_records.directories(parent):
-                if _is_lost(directory):
+                files = SnapshotFiles(directory)
+                boot_id = _read_unsynced(files)
+                if boot_id is not None and boot_id != _BOOT_ID_FILE.read_text():
                     directory_records.remove(directory)
                     repaired.append(f"removed {directory.name}, the source of clones, which was not yet on the device")
                     continue
                 with self._quarantine.quarantine_if_damaged(directory, repaired):
-                    intact_snapshots.append(
-                        _require_complete(directory, directory_records.read_record(directory, Snapshot))
-                    )
+                    snapshot = reader.read(directory, Snapshot)
+                    if memory_directory := MemoryDirectory.of_snapshot(snapshot):
+                        files = SnapshotFiles(directory, memory_directory)
+                    intact_snapshots.append(_require_complete(files, snapshot))
+                    if boot_id is not None:
+                        _sync(files)  # Only the gateway has ended since the snapshot was taken.
         return intact_snapshots
 
-    def path(self, snapshot: Snapshot) -> Path:
+    def files(self, snapshot: Snapshot) -> SnapshotFiles:
         return self._layout.snapshot(snapshot)
 
-    def partial(self, snapshot: Snapshot) -> Path:
-        """Return the directory in which the snapshot is created."""
-        return directory_records.partial_of(self.path(snapshot))
+    def partial_files(self, snapshot: Snapshot) -> SnapshotFiles:
+        """Return the files in the directory in which the snapshot is created."""
+        files = self.files(snapshot)
+        return SnapshotFiles(directory_records.partial_of(files.directory), files.memory_directory)
+
+    def _directory(self, snapshot: Snapshot) -> Path:
+        return self.files(snapshot).directory
 
     def commit(self, snapshot: Snapshot) -> None:
         """Sync the images of a snapshot, set its ``disk_bytes_unique``, and commit it with its record.
 
         A transient snapshot is not synced, because forks are waiting for it. Call ``sync`` later.
         """
-        partial = self.partial(snapshot)
+        partial = self.partial_files(snapshot)
         is_durable = snapshot.kind is not SnapshotKind.TRANSIENT
         if is_durable:
-            directory_records.sync_files(_images_in(partial))
+            directory_records.sync_files(_existing_images(partial))
+            sync_image_directory(partial)
         else:
-            (partial / _UNSYNCED_MARKER).write_text(_BOOT_ID_FILE.read_text())
-        snapshot.disk_bytes_unique = reflink.unique_bytes(partial / "rootfs.img")
-        directory_records.write_record(partial, snapshot, durable=is_durable)
-        directory_records.commit(self.path(snapshot), durable=is_durable)
+            partial.unsynced.write_text(_BOOT_ID_FILE.read_text())
+        snapshot.disk_bytes_unique = reflink.unique_bytes(partial.disk)
+        directory_records.write_record(partial.directory, snapshot, durable=is_durable)
+        directory_records.commit(self._directory(snapshot), durable=is_durable)
 
     def sync(self, snapshot: Snapshot) -> None:
         """Make a committed snapshot durable. Does nothing if the snapshot has been removed."""
         with contextlib.suppress(FileNotFoundError):
-            _sync(self.path(snapshot))
+            _sync(self.files(snapshot))
 
     def save(self, snapshot: Snapshot) -> None:
         """Replace a committed snapshot's record."""
-        directory_records.write_record(self.path(snapshot), snapshot)
+        directory_records.write_record(self._directory(snapshot), snapshot)
 
     def undo(self, snapshot: Snapshot) -> None:
         """Remove all files of a snapshot, whether it is committed or not."""
-        directory_records.undo(self.path(snapshot))
+        directory_records.undo(self._directory(snapshot))
+        _remove_external_image(self.files(snapshot))
 
     def remove(self, snapshot: Snapshot) -> None:
-        directory_records.remove(self.path(snapshot))
+        """Remove a snapshot. An image in a memory root that is not mounted remains until a scan finds it mounted."""
+        files = self.files(snapshot)
+        if files.memory_directory is None:
+            directory_records.remove(files.directory)
+        else:
+            # After a crash of the host, a snapshot must not exist without its image, which is on another file system.
+            directory_records.remove_durably(files.directory)
+            _remove_external_image(files)
 
     def files_of(self, snapshot: Snapshot) -> dict[str, str]:
         """Return the paths of a snapshot's directory and memory files, for display."""
-        directory = self.path(snapshot)
-        files = {} if snapshot.memory is Memory.NONE else {"memory": "memory.img", "vmstate": "device.state"}
-        return {"dir": str(directory), **{part: str(directory / name) for part, name in files.items()}}
+        files = self.files(snapshot)
+        paths = {"dir": str(files.directory)}
+        if snapshot.memory is not Memory.NONE:
+            paths |= {"memory": str(files.memory), "vmstate": str(files.device_state)}
+        return paths
 
 
-def _images_in(directory: Path) -> list[Path]:
-    return [path for name in ("rootfs.img", "memory.img", "device.state") if (path := directory / name).exists()]
+def _existing_images(files: SnapshotFiles) -> list[Path]:
+    return [path for path in (files.disk, files.memory, files.device_state) if path.exists()]
 
 
-def _sync(directory: Path) -> None:
-    directory_records.sync_files([*_images_in(directory), directory / directory_records.MANIFEST])
+def _sync(files: SnapshotFiles) -> None:
+    directory = files.directory
+    directory_records.sync_files([*_existing_images(files), directory / directory_records.MANIFEST])
+    sync_image_directory(files)
     directory_records.sync_directory(directory)
     directory_records.sync_directory(directory.parent)
-    (directory / _UNSYNCED_MARKER).unlink()
+    files.unsynced.unlink()
 
 
-def _is_lost(directory: Path) -> bool:
-    """Return whether a snapshot was lost because the host stopped before it was synced.
-
-    Syncs the snapshot if only the gateway has ended since.
-    """
+def _read_unsynced(files: SnapshotFiles) -> str | None:
+    """Return the id of the host's boot in which a snapshot was taken that is not synced yet; None for others."""
     try:
-        boot_id = (directory / _UNSYNCED_MARKER).read_text()
+        with open(files.unsynced) as file:  # noqa: PTH123 - faster for thousands of snapshots
+            return file.read()
     except FileNotFoundError:
-        return False
-    if boot_id != _BOOT_ID_FILE.read_text():
-        return True
-    _sync(directory)
-    return False
+        return None
 
 
-def _require_complete(directory: Path, snapshot: Snapshot) -> Snapshot:
+def _remove_external_image(files: SnapshotFiles) -> None:
+    """Remove a snapshot's memory image if it is in a memory root."""
+    if files.memory_directory is None:
+        return
+    try:
+        files.memory.unlink(missing_ok=True)
+    except OSError as error:
+        log.warning("memory image not removed", path=str(files.memory), reason=error.strerror)
+
+
+def _size(path: Path) -> int:
+    """Return the size of a file in bytes, or -1 if it does not exist."""
+    try:
+        return os.stat(path).st_size  # noqa: PTH116 - faster for thousands of snapshots
+    except FileNotFoundError:
+        return -1
+
+
+def _require_complete(files: SnapshotFiles, snapshot: Snapshot) -> Snapshot:
     """Return ``snapshot`` if its files exist and are long enough. Raises ValueError with the reason if not."""
-    if snapshot.id != directory.name:
+    if snapshot.id != files.directory.name:
         raise ValueError(f"its manifest belongs to {snapshot.id}")
-    min_sizes = {"rootfs.img": 1, "kernel": 1, "initrd": 1}
+    min_sizes = {files.disk: 1, files.kernel: 1, files.initrd: 1}
     if snapshot.memory is not Memory.NONE:
-        min_sizes |= {"memory.img": snapshot.resources.memory_mb << 20, "device.state": 1}
-    for name, size in min_sizes.items():
-        path = directory / name
-        if not path.exists() or path.stat().st_size < size:
-            raise ValueError(f"{name} is missing or too short")
+        min_sizes[files.device_state] = 1
+        if files.memory_directory is None:  # An image in a memory root may be unavailable, which is no damage.
+            min_sizes[files.memory] = snapshot.resources.memory_mb << 20
+    for path, size in min_sizes.items():
+        if _size(path) < size:
+            raise ValueError(f"{path.name} is missing or too short")
     return snapshot

@@ -16,7 +16,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 from pathlib import Path
 
 from sandbox_gateway.hosts.kvm_xfs.image import reflink
-from sandbox_gateway.hosts.kvm_xfs.image.layout import Instance
+from sandbox_gateway.hosts.kvm_xfs.image.layout import Instance, SnapshotFiles
 from sandbox_gateway.hosts.kvm_xfs.memory.copying import Copier
 from sandbox_gateway.hosts.kvm_xfs.memory.image_check import ImageCheck
 from sandbox_gateway.hosts.kvm_xfs.memory.ram import Ram
@@ -35,14 +35,13 @@ _MAX_INLINE_BYTES = 16 << 20
 
 
 class Capture:
-    """Performs one capture of ``machine`` into the directory ``partial``, which it creates.
+    """Performs one capture of ``machine`` into the files ``partial``, whose directory it creates.
 
-    Afterwards ``partial`` contains rootfs.img, kernel, initrd and, with memory, memory.img and device.state. They are
-    not synced to the device yet. The machine keeps running, even on failure. ``window`` is the machine's window;
-    without it, the memory is not captured.
+    They are not synced to the device yet. The machine keeps running, even on failure. ``window`` is the machine's
+    window; without it, the memory is not captured.
     """
 
-    def __init__(self, machine: Machine, files: Instance, partial: Path, window: Window | None) -> None:
+    def __init__(self, machine: Machine, files: Instance, partial: SnapshotFiles, window: Window | None) -> None:
         self._machine = machine
         self._files = files
         self._partial = partial
@@ -78,11 +77,11 @@ class Capture:
 
     def _prepare(self) -> None:
         """Do the slow steps in advance: clone the memory image, flush the disk, open descriptors."""
-        self._partial.mkdir(mode=0o700)
-        (self._partial / "kernel").hardlink_to(self._files.kernel)
-        (self._partial / "initrd").hardlink_to(self._files.initrd)
+        self._partial.directory.mkdir(mode=0o700)
+        self._partial.kernel.hardlink_to(self._files.kernel)
+        self._partial.initrd.hardlink_to(self._files.initrd)
         self._disk = self._open(self._files.disk, os.O_RDONLY)
-        self._target = self._open(self._partial / "rootfs.img", os.O_WRONLY | os.O_CREAT | os.O_EXCL)
+        self._target = self._open(self._partial.disk, os.O_WRONLY | os.O_CREAT | os.O_EXCL)
         os.fsync(self._disk)
         if self._window is not None:
             self._prepare_memory(self._window)
@@ -91,15 +90,15 @@ class Capture:
         self._ram = Ram(self._machine.pid, self._files.memory)
         self._dirty_bytes = total(window.begin(self._ram))
         self.mode = window.mode
-        image, base = self._partial / "memory.img", None
+        image, base = self._partial.memory, None
         if window.base is None:
             self._image = self._open(image, os.O_WRONLY | os.O_CREAT | os.O_EXCL)
             os.truncate(self._image, self._files.memory.stat().st_size)
         else:
-            reflink.clone(window.base, image)
+            reflink.clone_or_copy(window.base, image)
             self._image = self._open(image, os.O_WRONLY)
             base = self._open(window.base, os.O_RDONLY)
-        self._state = self._open(self._partial / "device.state", os.O_WRONLY | os.O_CREAT | os.O_EXCL)
+        self._state = self._open(self._partial.device_state, os.O_WRONLY | os.O_CREAT | os.O_EXCL)
         self._copier = Copier(self._ram, self._image, base)
 
     async def _copy_in_rounds(self, window: Window) -> None:
@@ -154,7 +153,7 @@ class Capture:
     def _complete_image(self, window: Window) -> None:
         self._copier.write_buffered()
         self.memory_bytes = self._copier.written
-        self.image_check = window.complete(self._partial / "memory.img")
+        self.image_check = window.complete(self._partial.memory, self._partial.memory_directory)
 
     @contextlib.asynccontextmanager
     async def _stopped(self) -> AsyncIterator[Callable[[str], None]]:

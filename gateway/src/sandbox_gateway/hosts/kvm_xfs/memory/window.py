@@ -1,10 +1,8 @@
 """Keep track of which pages a machine may have written since an earlier image of its memory.
 
 A capture writes only pages that may differ from a base: an image of the machine's memory at an earlier time. The
-base is the image of the machine's latest capture, or else the image that the machine was started from. Both are in the
-directory of the machine (`layout.Instance`).
-
-None of these files needs to survive a crash of the host, because the machine does not survive it either.
+base is the image of the machine's latest capture, or else the image that the machine was started from. `Instance` lists
+these files. None of them needs to survive a crash of the host, because the machine does not survive it either.
 """
 
 from __future__ import annotations
@@ -15,7 +13,8 @@ from weakref import WeakKeyDictionary
 
 from pydantic import ValidationError
 
-from sandbox_gateway.hosts.kvm_xfs.image.layout import Instance
+from sandbox_gateway.hosts.kvm_xfs.image import held_images
+from sandbox_gateway.hosts.kvm_xfs.image.layout import Instance, MemoryDirectory
 from sandbox_gateway.hosts.kvm_xfs.memory import image_check, listing
 from sandbox_gateway.hosts.kvm_xfs.memory.image_check import ImageCheck
 from sandbox_gateway.hosts.kvm_xfs.memory.ram import Ram
@@ -130,14 +129,15 @@ class Window:
         assert self._marks is not None
         return _LISTERS[self._marks](ram, take=False)
 
-    def complete(self, image: Path) -> ImageCheck:
-        """Finish a capture whose memory is in ``image``. Return the check data of the image."""
+    def complete(self, image: Path, memory_directory: MemoryDirectory | None = None) -> ImageCheck:
+        """Finish a capture whose memory is in ``image``. Return the check data of the image.
+
+        ``memory_directory``: where the image is, if it is in a memory root.
+        """
         check = image_check.describe(image)
-        new_link = self._last.with_name("memory.last.fresh")
-        new_link.unlink(missing_ok=True)
-        new_link.hardlink_to(image)
+        new = held_images.prepare(image, self._last, memory_directory)
         self._last_check.unlink(missing_ok=True)
-        new_link.rename(self._last)
+        held_images.replace(new, self._last)
         self._last_check.touch(mode=0o600)
         self._last_check.write_text(check.model_dump_json())
         self._taken_marker.unlink(missing_ok=True)

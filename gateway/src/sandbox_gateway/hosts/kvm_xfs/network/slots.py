@@ -127,7 +127,7 @@ class SlotPool:
         slot = self._ready.popleft() if self._ready else await self._create()
         self._refill_wanted.set()
         try:
-            if policy != NetworkPolicy():
+            if policy.egress != NetworkPolicy().egress:
                 await apply_in_slot(slot, rules)
         except BaseException:
             self._retire(slot)

@@ -25,6 +25,24 @@ def create_log() -> int:
     return log
 
 
+def open_for_writing(log: int) -> int:
+    """Open a log again and return a descriptor that can only write, which QEMU requires for the log of a chardev."""
+    return os.open(f"/proc/self/fd/{log}", os.O_WRONLY | os.O_CLOEXEC)
+
+
+def stop_appending(writer: int) -> bool:
+    """Let QEMU write to the beginning of a log that it opened to append. Returns False if it has not opened it yet.
+
+    A log is as long as it can be, so nothing can be appended to it. QEMU shares its position and flags with ``writer``,
+    the result of ``open_for_writing``.
+    """
+    flags = fcntl.fcntl(writer, fcntl.F_GETFL)
+    if not flags & os.O_APPEND:
+        return False
+    fcntl.fcntl(writer, fcntl.F_SETFL, flags & ~os.O_APPEND)
+    return True
+
+
 def open_log_of(pid: int) -> int:
     """Open the log of a running process and return the descriptor. Raises OSError."""
     return os.open(f"/proc/{pid}/fd/2", os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)

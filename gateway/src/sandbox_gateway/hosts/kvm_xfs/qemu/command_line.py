@@ -16,6 +16,8 @@ clocks are slow to read, so the kernel would consider the counter unstable and p
 """
 LINE_NAME = "sandbox.agent"
 _TB_SIZE_MB = 64
+_CONSOLE_SET = 1
+"""The number of QEMU's set of descriptors for the copy of the console."""
 
 
 @dataclass(frozen=True)
@@ -48,11 +50,19 @@ class MachineSpec:
 
 
 def build_arguments(
-    spec: MachineSpec, files: Instance, *, qmp_fd: int, line_fd: int, state_fd: int | None, hold: bool = False
+    spec: MachineSpec,
+    files: Instance,
+    *,
+    qmp_fd: int,
+    line_fd: int,
+    state_fd: int | None = None,
+    console_fd: int | None = None,
+    hold: bool = False,
 ) -> list[str]:
     """Return QEMU's command line. With ``state_fd``, the machine resumes from that device state; without, it boots.
 
     ``line_fd`` is a connected socket, QEMU's end of the serial line to the agent. ``qmp_fd`` is a listening socket.
+    ``console_fd`` receives a copy of the console, which remains when QEMU has ended.
     ``hold``: the machine stays stopped until ``cont``.
     """
     is_emulated = spec.platform.accelerator == "tcg"
@@ -77,11 +87,13 @@ def build_arguments(
         "-chardev", f"socket,id=line,fd={line_fd}",
         "-device", "virtio-serial-pci,max_ports=2,addr=0x5",
         "-device", f"virtserialport,chardev=line,nr=1,name={LINE_NAME}",
-        "-chardev", "ringbuf,id=console,size=65536", "-serial", "chardev:console",
+        "-chardev", f"ringbuf,id=console,size=65536{_console_copy(console_fd)}", "-serial", "chardev:console",
         "-chardev", f"socket,id=qmp,fd={qmp_fd},server=on,wait=off", "-mon", "chardev=qmp,mode=control",
         "-sandbox", "on,obsolete=deny,spawn=deny,resourcecontrol=deny"
                     + ("" if spec.uid else ",elevateprivileges=deny"),
     ]  # fmt: skip
+    if console_fd is not None:
+        argv += ["-add-fd", f"fd={console_fd},set={_CONSOLE_SET}"]
     if spec.uid:
         argv += ["-runas", f"{spec.uid}:{spec.uid}"]
     if state_fd is None:
@@ -90,3 +102,8 @@ def build_arguments(
     # The machine need not announce itself, because it and the tap have the same addresses in every slot.
     quiet_options = ("-global", "migration.send-configuration=off", "-global", "migration.announce-rounds=0")
     return [*argv, *quiet_options, "-incoming", f"fd:{state_fd}", *(["-S"] if hold else [])]
+
+
+def _console_copy(console_fd: int | None) -> str:
+    # Without logappend, QEMU would truncate the log, which is sealed.
+    return "" if console_fd is None else f",logfile=/dev/fdset/{_CONSOLE_SET},logappend=on"

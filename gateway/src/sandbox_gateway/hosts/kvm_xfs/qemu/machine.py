@@ -17,7 +17,13 @@ from qemu.qmp import ExecuteError, QMPClient, QMPError
 from sandbox_gateway.errors import BackendFailed, Timeout
 from sandbox_gateway.hosts.base import Load
 from sandbox_gateway.hosts.kvm_xfs.image.layout import Instance
-from sandbox_gateway.hosts.kvm_xfs.qemu.bounded_log import create_log, open_log_of, read_log
+from sandbox_gateway.hosts.kvm_xfs.qemu.bounded_log import (
+    create_log,
+    open_for_writing,
+    open_log_of,
+    read_log,
+    stop_appending,
+)
 from sandbox_gateway.hosts.kvm_xfs.qemu.command_line import MachineSpec, build_arguments
 from sandbox_gateway.hosts.kvm_xfs.qemu.processes import start_in_namespace
 from sandbox_gateway.hosts.kvm_xfs.qemu.sockets import connect_to, listen_at
@@ -33,13 +39,20 @@ _TAIL_CHARACTERS = 500
 _STALLED_STATUS = "io-error"
 """QEMU's name for the state of a machine that it stopped because a write to the disk failed for lack of space."""
 _RESTORE_INTERVAL_SECONDS = 0.005
+_OPEN_INTERVAL_SECONDS = 0.005
+_OPEN_TIMEOUT_SECONDS = 2.0
 
 
 class Machine:
     """A QEMU process, started by this gateway or by an earlier one."""
 
-    def __init__(self, pid: int, files: Instance, line: socket.socket | None = None, log: int = -1) -> None:
-        """Watch a process. ``log``: descriptor of its log, which ``forget`` closes. By default, opens the log."""
+    def __init__(
+        self, pid: int, files: Instance, line: socket.socket | None = None, log: int = -1, console_log: int = -1
+    ) -> None:
+        """Watch a process. ``log``: descriptor of its log; by default, opens the log.
+
+        ``console_log``: descriptor of the copy of its console, -1 if there is none. ``forget`` closes both.
+        """
         self.pid = pid
         self.files = files
         self.line = line
@@ -55,6 +68,9 @@ class Machine:
                 self._log = open_log_of(pid)
         self._final_log = ""
         """The tail of the log, saved when the machine ends."""
+        self._console_log = console_log
+        self._final_console = ""
+        """The copy of the console, saved when the machine ends."""
         self._qmp: QMPClient | None = None
         self._qmp_lock = asyncio.Lock()
         self._pidfd = os.pidfd_open(pid)
@@ -78,23 +94,38 @@ class Machine:
 
     @classmethod
     async def _spawn(cls, spec: MachineSpec, files: Instance, state: Path | None, hold: bool) -> Machine:
-        listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_CLOEXEC)
         line, qemu_line = socket.socketpair()
-        output = create_log()
-        try:
-            with listener, qemu_line, contextlib.ExitStack() as stack:
+        logs = [create_log()]
+        with contextlib.ExitStack() as stack:
+            try:
+                stack.enter_context(qemu_line)
+                listener = stack.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_CLOEXEC))
                 listen_at(listener, files.qmp)
-                state_fd = stack.enter_context(state.open("rb")).fileno() if state else None
                 descriptors = {"qmp_fd": listener.fileno(), "line_fd": qemu_line.fileno()}
-                argv = build_arguments(spec, files, **descriptors, state_fd=state_fd, hold=hold)
-                pass_fds = [listener.fileno(), qemu_line.fileno(), *([] if state_fd is None else [state_fd])]
-                pid = await asyncio.to_thread(start_in_namespace, spec.netns, argv, pass_fds, output)
-        except BaseException:
-            line.close()
-            os.close(output)
-            raise
-        line.setblocking(False)
-        return cls(pid, files, line, output)
+                if state:
+                    descriptors["state_fd"] = stack.enter_context(state.open("rb")).fileno()
+                else:
+                    logs.append(create_log())
+                    descriptors["console_fd"] = open_for_writing(logs[-1])
+                    stack.callback(os.close, descriptors["console_fd"])
+                argv = build_arguments(spec, files, **descriptors, hold=hold)
+                pid = await asyncio.to_thread(start_in_namespace, spec.netns, argv, [*descriptors.values()], logs[0])
+            except BaseException:
+                line.close()
+                for log in logs:
+                    os.close(log)
+                raise
+            line.setblocking(False)
+            machine = cls(pid, files, line, *logs)
+            if not state:
+                await machine._open_console_log(descriptors["console_fd"])
+        return machine
+
+    async def _open_console_log(self, writer: int) -> None:
+        """Wait until QEMU has opened the copy of the console. The guest prints nothing before that."""
+        deadline = time.monotonic() + _OPEN_TIMEOUT_SECONDS
+        while not (stop_appending(writer) or self.has_ended or time.monotonic() > deadline):  # noqa: ASYNC110
+            await asyncio.sleep(_OPEN_INTERVAL_SECONDS)
 
     def on_end(self, callback: Callable[[], None]) -> None:
         self._callbacks.append(callback)
@@ -167,10 +198,15 @@ class Machine:
                 await self.execute("remove-fd", {"fdset-id": fdset})
 
     async def console(self) -> str:
-        """Return the tail of the guest's serial console, or "" if QEMU does not answer."""
-        with contextlib.suppress(BackendFailed, Timeout):
-            return str(await self.execute("ringbuf-read", {"device": "console", "size": 16384}))
-        return ""
+        """Return the tail of the guest's serial console.
+
+        If QEMU has ended or does not answer, returns the beginning of the console since the machine booted, or "" for
+        a machine that resumed from memory.
+        """
+        if not self.has_ended:
+            with contextlib.suppress(BackendFailed, Timeout):
+                return str(await self.execute("ringbuf-read", {"device": "console", "size": 16384}))
+        return self._final_console if self._console_log < 0 else _text_of(self._console_log)
 
     def memory_bytes(self) -> int:
         """Return the bytes of memory that the process uses, including its share of shared pages."""
@@ -228,7 +264,7 @@ class Machine:
                     await client.disconnect()
 
     def forget(self) -> None:
-        """Stop watching the process, and save the tail of its log."""
+        """Stop watching the process, and save its console and the tail of its log."""
         if self._pidfd >= 0:
             asyncio.get_running_loop().remove_reader(self._pidfd)
             os.close(self._pidfd)
@@ -237,6 +273,10 @@ class Machine:
             self._final_log = _tail_of(self._log)
             os.close(self._log)
             self._log = -1
+        if self._console_log >= 0:
+            self._final_console = _text_of(self._console_log)
+            os.close(self._console_log)
+            self._console_log = -1
         if self.line is not None:
             self.line.close()
 
@@ -260,11 +300,15 @@ class Machine:
             callback()
 
 
-def _tail_of(log: int) -> str:
+def _text_of(log: int) -> str:
     try:
-        return " ".join(read_log(log).split())[-_TAIL_CHARACTERS:]
+        return read_log(log)
     except OSError:
         return ""
+
+
+def _tail_of(log: int) -> str:
+    return " ".join(_text_of(log).split())[-_TAIL_CHARACTERS:]
 
 
 def _reject_event(event: object) -> bool:

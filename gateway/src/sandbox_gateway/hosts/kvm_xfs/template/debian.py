@@ -16,13 +16,14 @@ from pathlib import Path
 
 from sandbox_gateway.command import proxy_settings
 from sandbox_gateway.errors import BackendFailed, Invalid
+from sandbox_gateway.hosts import directory_records
 from sandbox_gateway.hosts.base import Log
 from sandbox_gateway.hosts.kvm_xfs.template import guest_files
 from sandbox_gateway.hosts.kvm_xfs.template.apt import apt_options, host_sources
 from sandbox_gateway.hosts.rootfs_common import stream
 from sandbox_gateway.recipes import Recipe
 
-PARTIAL = ".partial-rootfs-"
+PARTIAL = f"{directory_records.PARTIAL}rootfs-"
 _CACHE_VERSION = 1
 _STALE_AFTER_SECONDS = 86400.0
 _CREDENTIALS = re.compile(r"://[^/\s\"]*@")

@@ -15,10 +15,10 @@ from sandbox_gateway.hosts.kvm_xfs.network.rules import VOLUME_ACCESS, VOLUME_AL
 class VolumeAccess:
     """Manages the (address . port) pairs that the host allows to connect to servers, for each volume."""
 
-    def __init__(self, network: Network) -> None:
+    def __init__(self, network: Network, aliases: Aliases) -> None:
         self._table = host_table(network)
+        self._aliases = aliases
         self._allowed: dict[str, set[str]] = {}
-        self.aliases = Aliases(network)
 
     def clear(self) -> None:
         """Forget all pairs, after the host's rules have been recreated."""
@@ -28,7 +28,7 @@ class VolumeAccess:
         """Allow the pairs in ``access`` to connect to a volume, in addition to those already allowed."""
         allowed = self._allowed.setdefault(volume, set())
         if new := sorted(access - allowed):
-            aliases = [f"{pair} : {self.aliases.alias(pair.partition(' ')[0])}" for pair in new]
+            aliases = [f"{pair} : {self._aliases.alias(pair.partition(' ')[0])}" for pair in new]
             # Revoking a pair does not remove its alias, because an address always has the same alias.
             await apply_on_host(
                 f"add element inet {self._table} {VOLUME_ALIASES} {{ {', '.join(aliases)} }}\n"

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 
 from sandbox_gateway.errors import GatewayError, NotFound
 from sandbox_gateway.hosts.base import GuestMount, Scan, VolumeState
-from sandbox_gateway.hosts.directory_records import Quarantine, explaining_os_errors
+from sandbox_gateway.hosts.directory_records import Quarantine, RecordReader, explaining_os_errors
 from sandbox_gateway.hosts.kvm_xfs.image.layout import Layout
 from sandbox_gateway.hosts.kvm_xfs.volumes.pending_snapshots import PendingSnapshots
 from sandbox_gateway.hosts.kvm_xfs.volumes.ports import Ports
@@ -60,12 +60,12 @@ class KvmVolumes:
 
     # -- start and stop ---------------------------------------------------------------------------------------------
 
-    async def find(self, scan: Scan) -> None:
+    async def find(self, scan: Scan, reader: RecordReader | None = None) -> None:
         """Find the volumes and add them to ``scan``, which must already contain the sandboxes and snapshots.
 
         Call this method first.
         """
-        self._ports = await asyncio.to_thread(self._store.scan, scan)
+        self._ports = await asyncio.to_thread(self._store.scan, scan, reader or RecordReader())
         self._shares = {volume.id: _Share(volume.id, volume.host["port"]) for volume in scan.volumes}
 
     async def adopt(self, scan: Scan, addresses: Mapping[str, str]) -> None:

@@ -10,11 +10,10 @@ from pathlib import Path
 
 from sandbox_gateway.hosts import directory_records
 from sandbox_gateway.hosts.kvm_xfs.image import reflink
+from sandbox_gateway.hosts.kvm_xfs.image.layout import VOLUME_IMAGE
 from sandbox_gateway.hosts.kvm_xfs.volumes.server_pool import ServerPool
 from sandbox_gateway.records import VolumeSnapshot
 from sandbox_gateway.tasks import wait_for_all
-
-IMAGE = "volume.img"
 
 
 class PendingSnapshot:
@@ -35,7 +34,7 @@ class PendingSnapshot:
         self._partial.mkdir(mode=0o700)
         self._has_files = True
         self._source = self._open(self._image, os.O_RDONLY)
-        self._target = self._open(self._partial / IMAGE, os.O_WRONLY | os.O_CREAT | os.O_EXCL)
+        self._target = self._open(self._partial / VOLUME_IMAGE, os.O_WRONLY | os.O_CREAT | os.O_EXCL)
         os.fsync(self._source)
 
     def clone_image(self) -> None:

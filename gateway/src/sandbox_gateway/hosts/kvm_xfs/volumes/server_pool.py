@@ -28,7 +28,6 @@ import contextlib
 import os
 import shutil
 import signal
-import time
 from collections.abc import AsyncIterator, Mapping
 from contextlib import AbstractAsyncContextManager
 from pathlib import Path
@@ -41,7 +40,7 @@ from sandbox_gateway.hosts.kvm_xfs.network.addresses import GATEWAY_ADDRESS
 from sandbox_gateway.hosts.kvm_xfs.qemu.bounded_log import open_log_of
 from sandbox_gateway.hosts.kvm_xfs.threads import run_with_timeout
 from sandbox_gateway.hosts.kvm_xfs.volumes import file_system
-from sandbox_gateway.hosts.kvm_xfs.volumes.access import VolumeAccess
+from sandbox_gateway.hosts.kvm_xfs.volumes.access import Aliases, VolumeAccess
 from sandbox_gateway.hosts.kvm_xfs.volumes.launcher import BLOCK_BYTES, block_counts
 from sandbox_gateway.hosts.kvm_xfs.volumes.server_process import (
     ServerProcess,
@@ -55,9 +54,8 @@ from sandbox_gateway.tasks import BackgroundTasks
 
 _STOP_TIMEOUT_SECONDS = 10.0
 _SYNC_TIMEOUT_SECONDS = 30.0
-_QUERY_TIMEOUT_SECONDS = 2.0
+_USAGE_TIMEOUT_SECONDS = 2.0
 _REPLACE_INTERVAL_SECONDS = 5.0
-_STABLE_AFTER_SECONDS = 60.0
 
 log = Logger("volumes")
 
@@ -71,8 +69,9 @@ class ServerPool:
 
     def __init__(self, network: Network, run_root: Path, ganesha: str = "ganesha.nfsd") -> None:
         """Create an empty pool. ``run_root``: directory of the servers' files, which ``open`` creates if necessary."""
-        self._access = VolumeAccess(network)
-        self._starter = ServerStarter(network, run_root, ganesha, self._access)
+        aliases = Aliases(network)
+        self._access = VolumeAccess(network, aliases)
+        self._starter = ServerStarter(network, run_root, ganesha, aliases)
         self._root = run_root
         self._servers: dict[str, ServerProcess] = {}
         self._locks: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
@@ -249,7 +248,7 @@ class ServerPool:
         if server is not None and not server.has_ended():
             with contextlib.suppress(BackendFailed):
                 return await run_with_timeout(
-                    lambda: file_system.used_bytes(server), _QUERY_TIMEOUT_SECONDS, f"volume {volume} does not answer"
+                    lambda: file_system.used_bytes(server), _USAGE_TIMEOUT_SECONDS, f"volume {volume} does not answer"
                 )
         with image.open("rb") as file:
             return block_counts(file.fileno())[1] * BLOCK_BYTES
@@ -260,7 +259,10 @@ class ServerPool:
         return self._locks.setdefault(volume, asyncio.Lock())
 
     async def _start(self, volume: str, settings: ServerSettings) -> None:
-        self._watch(await self._starter.start(volume, settings))
+        await self._access.revoke(volume, set())  # No request must reach the server before it is isolated.
+        async with self._starter.started(volume, settings) as server:
+            await self._access.allow(volume, settings.access_pairs())
+        self._watch(server)
 
     async def _reconfigure(self, server: ServerProcess, settings: ServerSettings) -> None:
         """Change the clients of a running server. Replaces the server if it does not apply the change."""
@@ -309,7 +311,7 @@ class ServerPool:
 
         Gives up when no sandbox needs the server any longer.
         """
-        ended_early = time.monotonic() - server.start_time < _STABLE_AFTER_SECONDS
+        ended_early = server.is_recent()
         await asyncio.sleep(server.backoff_seconds())
         while True:
             async with self._lock(server.volume):

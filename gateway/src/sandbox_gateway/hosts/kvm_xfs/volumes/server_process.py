@@ -57,9 +57,13 @@ class ServerProcess:
 
         They increase, because a guest may crash every server.
         """
-        if time.monotonic() - self.start_time >= _STABLE_AFTER_SECONDS or not self.early_ends:
+        if not self.is_recent() or not self.early_ends:
             return 0.0
         return min(2.0 ** (self.early_ends - 1), _MAX_BACKOFF_SECONDS)
+
+    def is_recent(self) -> bool:
+        """Return whether the server was started so recently that its end counts as early."""
+        return time.monotonic() - self.start_time < _STABLE_AFTER_SECONDS
 
     def has_ended(self) -> bool:
         return self.pidfd < 0 or wait_until_ended(self.pidfd, 0)

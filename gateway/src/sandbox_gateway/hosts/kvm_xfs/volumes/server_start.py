@@ -9,6 +9,7 @@ import shutil
 import signal
 import sys
 import time
+from collections.abc import AsyncIterator
 from pathlib import Path
 
 from sandbox_gateway.command import child_environment
@@ -18,7 +19,7 @@ from sandbox_gateway.hosts.kvm_xfs.network.addresses import volume_address, volu
 from sandbox_gateway.hosts.kvm_xfs.qemu.bounded_log import create_log
 from sandbox_gateway.hosts.kvm_xfs.qemu.cgroup import Cgroups
 from sandbox_gateway.hosts.kvm_xfs.volumes import file_system, launcher, rpc
-from sandbox_gateway.hosts.kvm_xfs.volumes.access import VolumeAccess
+from sandbox_gateway.hosts.kvm_xfs.volumes.access import Aliases
 from sandbox_gateway.hosts.kvm_xfs.volumes.configuration import configuration, marker_of
 from sandbox_gateway.hosts.kvm_xfs.volumes.launcher import CONFIG_FILE
 from sandbox_gateway.hosts.kvm_xfs.volumes.seccomp import file_server_filter
@@ -44,14 +45,17 @@ log = Logger("volumes")
 
 
 class ServerStarter:
-    """Starts and reconfigures servers, whose files are below the directory ``root``."""
+    """Starts and reconfigures servers, whose files are below the directory ``root``.
 
-    def __init__(self, network: Network, root: Path, ganesha: str, access: VolumeAccess) -> None:
+    It does not change which clients the host allows to connect.
+    """
+
+    def __init__(self, network: Network, root: Path, ganesha: str, aliases: Aliases) -> None:
         self._address = volume_address(network)
         self._gateway = volume_gateway(network)
         self._root = root
         self._ganesha = ganesha
-        self._access = access
+        self._aliases = aliases
         self.namespace = volume_namespace(network)
         self.cgroups = Cgroups(network.prefix, "volumes")
 
@@ -59,11 +63,14 @@ class ServerStarter:
         """Apply a server's memory and CPU limits."""
         self.cgroups.limit(server.volume, server.pid, memory_mb=_MEMORY_MB, cpus=_CPUS)
 
-    async def start(self, volume: str, settings: ServerSettings) -> ServerProcess:
-        """Start the server of a volume, and allow its clients to connect. On failure, the server is killed."""
+    @contextlib.asynccontextmanager
+    async def started(self, volume: str, settings: ServerSettings) -> AsyncIterator[ServerProcess]:
+        """Start the server of a volume, which is ready and isolated inside this context.
+
+        The caller must not allow clients to connect before. If the start or this context fails, the server is killed.
+        """
         program = _find_program(self._ganesha)
         start = time.monotonic()
-        await self._access.revoke(volume, set())  # No request must reach the server before it is isolated.
         directory = self._root / volume
         (directory / "root").mkdir(mode=0o700, parents=True, exist_ok=True)
         await file_system.grow_offline(Path(settings.image))
@@ -84,7 +91,7 @@ class ServerStarter:
         try:
             async with asyncio.timeout(_START_TIMEOUT_SECONDS):
                 await self._wait_until_ready(process, server, marker)
-            await self._access.allow(volume, settings.access_pairs())
+            yield server
         except BaseException as error:
             with contextlib.suppress(ProcessLookupError):
                 # Kill the whole process group, because the server's pid may be unknown.
@@ -99,7 +106,6 @@ class ServerStarter:
             raise
         server.is_current = True
         log.info("serving a volume", volume=volume, pid=server.pid, ms=round((time.monotonic() - start) * 1000))
-        return server
 
     async def _wait_until_ready(self, process: asyncio.subprocess.Process, server: ServerProcess, marker: str) -> None:
         assert process.stdout is not None and process.stdin is not None
@@ -160,7 +166,7 @@ class ServerStarter:
             self._gateway,
             volume,
             settings.port,
-            self._access.aliases.alias_clients(settings.clients),
+            self._aliases.alias_clients(settings.clients),
             marker,
         )
 

@@ -21,12 +21,12 @@ from pydantic import ValidationError
 from sandbox_gateway.errors import BackendFailed, Conflict
 from sandbox_gateway.hosts import directory_records
 from sandbox_gateway.hosts.base import Scan
-from sandbox_gateway.hosts.directory_records import MANIFEST, PARTIAL, Quarantine
+from sandbox_gateway.hosts.directory_records import MANIFEST, PARTIAL, Quarantine, RecordReader
 from sandbox_gateway.hosts.kvm_xfs.image import reflink
-from sandbox_gateway.hosts.kvm_xfs.image.layout import VOLUME_SNAPSHOTS, Layout
+from sandbox_gateway.hosts.kvm_xfs.image.layout import VOLUME_IMAGE, VOLUME_SNAPSHOTS, Layout
 from sandbox_gateway.hosts.kvm_xfs.network.addresses import VOLUME_PORTS
 from sandbox_gateway.hosts.kvm_xfs.volumes.file_system import format_image
-from sandbox_gateway.hosts.kvm_xfs.volumes.pending_snapshots import IMAGE, PendingSnapshot
+from sandbox_gateway.hosts.kvm_xfs.volumes.pending_snapshots import PendingSnapshot
 from sandbox_gateway.hosts.kvm_xfs.volumes.ports import Ports
 from sandbox_gateway.records import Volume, VolumeSnapshot
 
@@ -44,7 +44,7 @@ class VolumeStore:
         """Volumes whose growth was interrupted: ``scan`` found their images to be longer than recorded."""
 
     def image(self, volume: str) -> Path:
-        return self._root / volume / IMAGE
+        return self._root / volume / VOLUME_IMAGE
 
     def require_image(self, volume: str) -> Path:
         """Return the path of a volume's image. Raises Conflict if the image was damaged and only snapshots remain."""
@@ -62,9 +62,9 @@ class VolumeStore:
         with _partial_directory(final) as partial:
             (partial / VOLUME_SNAPSHOTS).mkdir(mode=0o700)
             if source is None:
-                await _format(partial / IMAGE, volume)
+                await _format(partial / VOLUME_IMAGE, volume)
             else:
-                await asyncio.to_thread(reflink.clone, self._snapshot(source) / IMAGE, partial / IMAGE)
+                await asyncio.to_thread(reflink.clone, self._snapshot(source) / VOLUME_IMAGE, partial / VOLUME_IMAGE)
             await asyncio.to_thread(_finish_volume, partial, final, volume)
 
     def grow(self, volume: str, size_mb: int) -> None:
@@ -93,7 +93,7 @@ class VolumeStore:
         new = self._root / volume.id / _NEW_IMAGE
         new.unlink(missing_ok=True)
         try:
-            reflink.clone(self._snapshot(snapshot) / IMAGE, new)
+            reflink.clone(self._snapshot(snapshot) / VOLUME_IMAGE, new)
             _extend(new, volume.size_mb)
             directory_records.sync_file(new)
         except BaseException:
@@ -104,16 +104,16 @@ class VolumeStore:
         """Replace the image with the staged copy. Keeps the old image until ``remove_staged``."""
         directory = self._root / volume
         (directory / _OLD_IMAGE).unlink(missing_ok=True)
-        if (directory / IMAGE).exists():
-            (directory / _OLD_IMAGE).hardlink_to(directory / IMAGE)
-        (directory / _NEW_IMAGE).rename(directory / IMAGE)
+        if (directory / VOLUME_IMAGE).exists():
+            (directory / _OLD_IMAGE).hardlink_to(directory / VOLUME_IMAGE)
+        (directory / _NEW_IMAGE).rename(directory / VOLUME_IMAGE)
         directory_records.sync_directory(directory)
 
     def swap_back(self, volume: str) -> None:
         """Undo ``swap``: restore the old image. Does nothing if the image was not swapped."""
         directory = self._root / volume
         if (directory / _OLD_IMAGE).exists():
-            (directory / _OLD_IMAGE).replace(directory / IMAGE)
+            (directory / _OLD_IMAGE).replace(directory / VOLUME_IMAGE)
             directory_records.sync_directory(directory)
 
     def remove_staged(self, volume: str) -> None:
@@ -127,7 +127,7 @@ class VolumeStore:
 
     # -- scanning ---------------------------------------------------------------------------------------------------
 
-    def scan(self, scan: Scan) -> Ports:
+    def scan(self, scan: Scan, reader: RecordReader) -> Ports:
         """Sweep, quarantine and repair the volumes, and add them to ``scan``, which must already contain the snapshots.
 
         Assigns a port to each volume. Returns the pool of ports.
@@ -137,15 +137,15 @@ class VolumeStore:
         for directory in directory_records.directories(self._root):
             if (directory / VOLUME_SNAPSHOTS).is_dir():
                 removed_names += directory_records.sweep(directory / VOLUME_SNAPSHOTS)
-            snapshots = self._scan_snapshots(directory, snapshot_ids, scan.repaired)
+            snapshots = self._scan_snapshots(directory, snapshot_ids, scan.repaired, reader)
             with self._quarantine.quarantine_if_damaged(directory, scan.repaired):
-                scan.volumes.append(self._scan_volume(directory, snapshots, scan.repaired))
+                scan.volumes.append(self._scan_volume(directory, snapshots, scan.repaired, reader))
                 scan.volume_snapshots += snapshots
         scan.repaired += [f"removed {name}, which was never committed" for name in removed_names]
         return self._assign_ports(scan)
 
     def _scan_snapshots(
-        self, directory: Path, snapshot_ids: Collection[str], repaired: list[str]
+        self, directory: Path, snapshot_ids: Collection[str], repaired: list[str], reader: RecordReader
     ) -> list[VolumeSnapshot]:
         """Return the intact snapshots of a volume. Removes those that belong to an uncommitted sandbox snapshot."""
         if not (directory / VOLUME_SNAPSHOTS).is_dir():
@@ -153,7 +153,7 @@ class VolumeStore:
         intact_snapshots = []
         for entry in directory_records.directories(directory / VOLUME_SNAPSHOTS):
             with self._quarantine.quarantine_if_damaged(entry, repaired):
-                snapshot = _read_snapshot(entry, directory.name)
+                snapshot = _read_snapshot(entry, directory.name, reader)
                 if snapshot.sandbox_snapshot in snapshot_ids:
                     intact_snapshots.append(snapshot)
                 elif self._quarantine.contains(snapshot.sandbox_snapshot):
@@ -165,19 +165,21 @@ class VolumeStore:
                     )
         return intact_snapshots
 
-    def _scan_volume(self, directory: Path, snapshots: list[VolumeSnapshot], repaired: list[str]) -> Volume:
+    def _scan_volume(
+        self, directory: Path, snapshots: list[VolumeSnapshot], repaired: list[str], reader: RecordReader
+    ) -> Volume:
         """Return the repaired record of a volume. Raises ValueError if neither an image nor a snapshot is left."""
-        length_mb = _length_mb(directory / IMAGE)
+        length_mb = _length_mb(directory / VOLUME_IMAGE)
         try:
-            volume = directory_records.read_record(directory, Volume)
+            volume = reader.read(directory, Volume)
             if volume.id != directory.name:
                 raise ValueError(f"its manifest belongs to {volume.id}")
         except ValueError as error:
             volume = self._recreate_record(directory, length_mb, snapshots, str(error), repaired)
         if length_mb < volume.size_mb:
             if not snapshots:
-                raise ValueError(f"{IMAGE} is missing or too short")
-            suffix = self._move_to_quarantine(directory / IMAGE)
+                raise ValueError(f"{VOLUME_IMAGE} is missing or too short")
+            suffix = self._move_to_quarantine(directory / VOLUME_IMAGE)
             repaired.append(
                 f"the image of volume {volume.id} is missing or too short{suffix}: roll it back to one of "
                 "its snapshots, which are intact"
@@ -253,8 +255,8 @@ def _partial_directory(final: Path) -> Iterator[Path]:
 
 
 def _finish_volume(partial: Path, final: Path, volume: Volume) -> None:
-    _extend(partial / IMAGE, volume.size_mb)
-    directory_records.sync_file(partial / IMAGE)
+    _extend(partial / VOLUME_IMAGE, volume.size_mb)
+    directory_records.sync_file(partial / VOLUME_IMAGE)
     directory_records.write_record(partial, volume)
     directory_records.commit(final)
 
@@ -272,11 +274,11 @@ def _length_mb(image: Path) -> int:
         return 0
 
 
-def _read_snapshot(directory: Path, volume: str) -> VolumeSnapshot:
+def _read_snapshot(directory: Path, volume: str, reader: RecordReader) -> VolumeSnapshot:
     """Read a snapshot's record, and check the record and the image. Raises ValueError with the reason."""
-    snapshot = directory_records.read_record(directory, VolumeSnapshot)
+    snapshot = reader.read(directory, VolumeSnapshot)
     if (snapshot.id, snapshot.volume) != (directory.name, volume):
         raise ValueError(f"its manifest belongs to {snapshot.id} of volume {snapshot.volume}")
-    if _length_mb(directory / IMAGE) < snapshot.size_mb:
-        raise ValueError(f"{IMAGE} is missing or too short")
+    if _length_mb(directory / VOLUME_IMAGE) < snapshot.size_mb:
+        raise ValueError(f"{VOLUME_IMAGE} is missing or too short")
     return snapshot

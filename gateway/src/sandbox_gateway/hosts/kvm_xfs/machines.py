@@ -9,6 +9,7 @@ import uuid
 from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
+from typing import NamedTuple
 
 from sandbox_gateway.config import Config
 from sandbox_gateway.errors import BackendFailed, Conflict, Timeout, Unsupported
@@ -32,8 +33,15 @@ _MAX_CONCURRENT_QUERIES = 16
 log = Logger("kvm_xfs")
 
 
-class RunningMachines:
-    """Manages the running machines. Each has a network slot, its sandbox's volumes, and limits."""
+class StartedMachine(NamedTuple):
+    """A machine, which may have ended, and its network slot."""
+
+    machine: Machine
+    slot: Slot
+
+
+class Machines:
+    """Starts, adopts and stops machines. Each gets a network slot, its sandbox's volumes, and limits."""
 
     def __init__(self, config: Config, layout: Layout, slots: SlotPool, volumes: KvmVolumes) -> None:
         self._config = config
@@ -41,8 +49,8 @@ class RunningMachines:
         self._slots = slots
         self._volumes = volumes
         self._cgroups = Cgroups(config.network.prefix)
-        self._running: dict[str, tuple[Machine, Slot]] = {}
-        """Machines by instance."""
+        self._started: dict[str, StartedMachine] = {}
+        """Machines by instance, until they are stopped."""
         self._limit_tasks: dict[str, asyncio.Task[None]] = {}
         self._old_logs: asyncio.Task[None] | None = None
         self._platform: Platform | None = None
@@ -64,23 +72,23 @@ class RunningMachines:
             self._old_logs.cancel()
         if self._limit_tasks:
             await asyncio.wait(self._limit_tasks.values())
-        for machine, _ in self._running.values():
-            await machine.detach()
-            machine.forget()
-        self._running.clear()
+        for started in self._started.values():
+            await started.machine.detach()
+            started.machine.forget()
+        self._started.clear()
 
-    # -- running machines -------------------------------------------------------------------------------------------
+    # -- started machines -------------------------------------------------------------------------------------------
 
-    def find(self, sandbox: Sandbox) -> tuple[Machine, Slot] | None:
-        """Return the machine of ``sandbox.instance``, which may have ended, and its slot; None if none was started."""
-        return self._running.get(sandbox.instance)
+    def find(self, sandbox: Sandbox) -> StartedMachine | None:
+        """Return the machine of ``sandbox.instance``, which may have ended; None if none was started."""
+        return self._started.get(sandbox.instance)
 
-    def require_running(self, sandbox: Sandbox) -> tuple[Machine, Slot]:
-        """Return the running machine of ``sandbox.instance`` and its slot. Raises Conflict if it is not running."""
-        entry = self.find(sandbox)
-        if entry is None or entry[0].has_ended:
+    def require_running(self, sandbox: Sandbox) -> StartedMachine:
+        """Return the running machine of ``sandbox.instance``. Raises Conflict if it is not running."""
+        started = self.find(sandbox)
+        if started is None or started.machine.has_ended:
             raise Conflict(f"sandbox {sandbox.id} has no running machine: resume it first")
-        return entry
+        return started
 
     async def stalled(self) -> set[str]:
         """Return the instances that QEMU has stopped for lack of disk space. Skips those that do not answer."""
@@ -92,13 +100,13 @@ class RunningMachines:
                     return not machine.has_ended and await machine.is_stalled()
             return False
 
-        machines = {instance: machine for instance, (machine, _) in self._running.items()}
+        machines = {instance: started.machine for instance, started in self._started.items()}
         answers = await asyncio.gather(*map(is_stalled, machines.values()))
         return {instance for instance, answer in zip(machines, answers, strict=True) if answer}
 
     def addresses(self) -> dict[str, str]:
         """Return the host-side address of each machine, keyed by instance."""
-        return {instance: slot.host_address for instance, (_, slot) in self._running.items()}
+        return {instance: started.slot.host_address for instance, started in self._started.items()}
 
     async def adopt(self, scan: Scan) -> None:
         """Adopt the running machines of the sandboxes in ``scan``, and stop all other machines."""
@@ -126,7 +134,7 @@ class RunningMachines:
             if await machine.continue_if_stopped():
                 scan.repaired.append(f"the machine {instance} was stopped and has been resumed")
             scan.alive.add(instance)
-        if old := {each for each in scan.alive if bounded_log.has_old_log(self._running[each][0].files.directory)}:
+        if old := {each for each in scan.alive if bounded_log.has_old_log(self._started[each].machine.files.directory)}:
             self._old_logs = asyncio.create_task(self._empty_old_logs(old))
 
     # -- starting and ending ----------------------------------------------------------------------------------------
@@ -162,22 +170,21 @@ class RunningMachines:
         instances.move(before, after)  # not in a thread: a rename takes less time than switching to one
         machine.files = after
         sandbox.instance, sandbox.host = fork.instance, fork.host
-        if sandbox.network != fork.network:
+        if sandbox.network.egress != fork.network.egress:
             await self._slots.apply(slot, sandbox.network)
         if machine.is_held:
             await machine.cont()
 
     async def stop(self, sandbox: Sandbox) -> None:
         """Stop the machine of ``sandbox.instance``, if it runs, and release its slot."""
-        entry = self._running.pop(sandbox.instance, None)
-        if entry is None:
+        started = self._started.pop(sandbox.instance, None)
+        if started is None:
             return
-        machine, slot = entry
         if limit_task := self._limit_tasks.pop(sandbox.instance, None):
             await asyncio.wait([limit_task])
-        await machine.kill()
+        await started.machine.kill()
         self._cgroups.remove(sandbox.instance)
-        await self._release(sandbox.instance, slot)
+        await self._release(sandbox.instance, started.slot)
 
     def check_platform(self, snapshot: Snapshot) -> None:
         """Raise Unsupported if the snapshot's memory cannot be restored on this host."""
@@ -204,7 +211,6 @@ class RunningMachines:
         self._cgroups.limit(sandbox.instance, pid, memory_mb=memory_limit_mb, cpus=sandbox.resources.cpus)
 
     def _machine_spec(self, sandbox: Sandbox, slot: Slot) -> MachineSpec:
-        uid_base = self._config.kvm_xfs.uid_base
         return MachineSpec(
             label=f"{self._config.network.prefix}-{slot.number}-{sandbox.instance}",
             qemu=self._config.kvm_xfs.qemu,
@@ -214,16 +220,16 @@ class RunningMachines:
             guest_mac=GUEST_MAC,
             tap=slot.tap,
             netns=slot.path,
-            uid=uid_base + slot.number if uid_base else 0,
+            uid=slot.uid,
             generation=str(uuid.uuid4()),
         )
 
     def _watch(self, instance: str, machine: Machine, slot: Slot) -> None:
-        self._running[instance] = (machine, slot)
+        self._started[instance] = StartedMachine(machine, slot)
         machine.on_end(lambda: self._report_end(instance))
 
     def _report_end(self, instance: str) -> None:
-        if instance in self._running:
+        if instance in self._started:
             self.on_exit(instance)
 
     async def _empty_old_logs(self, instances: set[str]) -> None:
@@ -231,10 +237,10 @@ class RunningMachines:
 
         Guests can make these files grow without limit.
         """
-        while running := instances & self._running.keys():
-            for instance in running:
+        while remaining := instances & self._started.keys():
+            for instance in remaining:
                 with contextlib.suppress(OSError):
-                    bounded_log.empty_old_log(self._running[instance][0].files.directory)
+                    bounded_log.empty_old_log(self._started[instance].machine.files.directory)
             await asyncio.sleep(_OLD_LOG_INTERVAL_SECONDS)
 
 

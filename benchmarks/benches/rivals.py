@@ -1,0 +1,190 @@
+"""Compare snapshot, fork and rollback with virsh, QEMU's savevm and a hand-written playbook, on the same guest."""
+
+from __future__ import annotations
+
+import time
+from collections import defaultdict
+from collections.abc import Callable
+
+from benchmarks.context import TEMPLATE, Context
+from benchmarks.measure import Result
+from benchmarks.ping import Ping
+from benchmarks.rivals.jails import jail_playbooks
+from benchmarks.rivals.libvirt import Libvirt
+from benchmarks.rivals.machines import KINDS, Guest, rival_machine
+from benchmarks.rivals.ours import our_machine
+from benchmarks.rivals.rival import FORK_COUNT, CanFork, Rival, VirtualMachine
+from benchmarks.timers import time_call
+from sandbox_gateway.hosts.kvm_xfs.image.layout import Layout
+from tests.support import session
+
+_BETWEEN_SECONDS = 0.3
+_SETTLE_SECONDS = 3.0
+_UID = 699_999
+"""The user of the rivals' QEMU. The gateway's QEMU processes use higher numbers."""
+_TITLES = {
+    "snapshot": "snapshot, until its source answers",
+    "pause": "longest wait for a ping during a snapshot",
+    "written": "bytes written for a snapshot",
+    "fork_1": "one fork, until it answers",
+    f"fork_{FORK_COUNT}": f"{FORK_COUNT} forks, until all answer",
+    "rollback": "rollback, until it answers",
+}
+_ONLY_MACHINES = ("pause", "written")
+_PLAYBOOK_NOTE = (
+    "playbooks: ZFS is zfs-fuse, and tests/freebsd_shim emulates FreeBSD's commands on Linux. Each operation is one "
+    "run of ansible-playbook"
+)
+
+
+class Rivals:
+    name = "rivals"
+    title = "the same work with virsh, QEMU and a hand-written playbook"
+
+    def run(self, ctx: Context) -> Result:
+        settings = {
+            "rounds": ctx.rounds(full=30, quick=2),
+            "min_rounds": ctx.rounds(full=10, quick=2),
+            "seconds": ctx.rounds(full=30, quick=4),
+            "concurrency": ctx.kvm_xfs.config.limits.concurrency,
+            "not_offered": {},
+        }
+        run = _Run(ctx, Result(self.name, self.title, settings, notes=[_PLAYBOOK_NOTE]))
+        run.measure_machines()
+        run.measure_playbooks()
+        return run.report()
+
+
+class _Run:
+    """Measures the rivals one after the other, each for a limited time."""
+
+    def __init__(self, ctx: Context, result: Result) -> None:
+        self._ctx = ctx
+        self._result = result
+        self._settings = result.settings
+        self._samples: dict[str, list[float]] = defaultdict(list)
+        self._rivals: list[Rival] = []
+
+    def measure_machines(self) -> None:
+        host = self._ctx.kvm_xfs
+        with our_machine(host, _SETTLE_SECONDS) as machine:
+            self._measure_machine(machine)
+        template = host.live.engine.templates.get(TEMPLATE)
+        platform = host.host.platform
+        guest = Guest(Layout(host.config.host.state_root).snapshot(template), platform, template.resources)
+        directory = host.mount_point / "libvirt"
+        with Libvirt(directory, taps=FORK_COUNT + 1, uid=_UID, kvm=platform.accelerator == "kvm") as libvirt:
+            for kind in KINDS:
+                self._ctx.print_progress(f"booting the source of {kind.title}")
+                concurrency = self._settings["concurrency"]
+                files = host.mount_point / kind.key
+                with rival_machine(
+                    kind, libvirt, files, guest, concurrency=concurrency, settle=_SETTLE_SECONDS
+                ) as machine:
+                    self._measure_machine(machine)
+
+    def _measure_machine(self, machine: VirtualMachine) -> None:
+        self._rivals.append(machine)
+        rounds, seconds = self._settings["rounds"], self._settings["seconds"]
+        min_rounds = self._settings["min_rounds"]
+        self._repeat(machine, "rounds", rounds, min_rounds, seconds, lambda: self._run_round(machine))
+        if isinstance(machine, CanFork):
+            forks = self._ctx.rounds(full=3, quick=1)
+            self._repeat(machine, f"{FORK_COUNT} forks", forks, forks, seconds, lambda: self._fork_many(machine))
+        with Ping(machine.address, prefix=machine.prefix) as ping:
+            # Separate rounds, because answering pings takes much of an emulated guest's time.
+            windows: list[tuple[float, float]] = []
+            self._repeat(machine, "pauses", min_rounds, min_rounds, seconds, lambda: _watch(machine, windows))
+        waits = [ping.longest_wait(start, end + _BETWEEN_SECONDS / 2) for start, end in windows]
+        self._samples[f"{machine.key}_pause"] += waits
+
+    def _repeat(
+        self, rival: Rival, title: str, rounds: int, min_rounds: int, seconds: float, work: Callable[[], None]
+    ) -> None:
+        """Do ``work`` for a number of ``rounds``, but after ``min_rounds`` only until ``seconds`` have passed."""
+        start = time.monotonic()
+        with self._ctx.steps(f"{rival.title}: {title}", rounds) as steps:
+            for number in range(rounds):
+                work()
+                steps.advance()
+                if number + 1 >= min_rounds and time.monotonic() - start > seconds:
+                    return
+
+    def _run_round(self, rival: Rival) -> None:
+        """Take a snapshot, fork it once, roll back to it, and remove everything again."""
+        self._time(rival, "snapshot", rival.snapshot)
+        if isinstance(rival, VirtualMachine):
+            self._samples[f"{rival.key}_written"].append(rival.bytes_written())
+        if isinstance(rival, CanFork):
+            forking = rival
+            self._time(rival, "fork_1", lambda: forking.fork(1))
+            rival.remove_forks()
+        self._time(rival, "rollback", rival.rollback)
+        rival.remove_snapshot()
+
+    def _fork_many(self, rival: CanFork) -> None:
+        rival.snapshot()
+        time.sleep(_BETWEEN_SECONDS)
+        self._time(rival, f"fork_{FORK_COUNT}", lambda: rival.fork(FORK_COUNT))
+        rival.remove_forks()
+        rival.rollback()
+        rival.remove_snapshot()
+
+    def measure_playbooks(self) -> None:
+        scratch = session.run_dir() / "rivals"
+        scratch.mkdir()
+        ctx = self._ctx
+        rounds, many_rounds = ctx.rounds(full=10, quick=1), ctx.rounds(full=2, quick=1)
+        ctx.print_progress("building a jail template on a separate pool (zfs-fuse, emulated FreeBSD commands)")
+        with jail_playbooks(scratch, _SETTLE_SECONDS) as playbooks, ctx.steps("playbooks", rounds) as steps:
+            self._rivals += playbooks
+            for number in range(rounds):
+                self._samples["play_nothing"].append(_time_and_wait(playbooks[0].run_empty_playbook))
+                for playbook in playbooks:
+                    self._run_round(playbook)
+                    if number < many_rounds:
+                        self._fork_many(playbook)
+                steps.advance()
+
+    def _time(self, rival: Rival, operation: str, work: Callable[[], None]) -> None:
+        self._samples[f"{rival.key}_{operation}"].append(_time_and_wait(work))
+
+    def report(self) -> Result:
+        """Add the measures in the order of the operations. Those of rivals are compared with ours."""
+        result = self._result
+        for operation, title in _TITLES.items():
+            for rival in self._rivals:
+                if operation in _ONLY_MACHINES and not isinstance(rival, VirtualMachine):
+                    continue
+                key = f"{rival.key}_{operation}"
+                floor = f"{rival.compared_with}_{operation}" if rival.compared_with else ""
+                samples = self._samples[key]
+                if operation == "written":
+                    result.measure(key, f"{title}: {rival.title}", "bytes", samples=samples, floor=floor)
+                else:
+                    result.measure(key, f"{title}: {rival.title}", samples=samples, floor=floor)
+                if operation in rival.not_offered:
+                    self._settings["not_offered"][key] = rival.not_offered[operation]
+        result.measure("play_nothing", "a playbook that does nothing", samples=self._samples["play_nothing"])
+        keys_by_reason: dict[str, list[str]] = defaultdict(list)
+        for key, reason in self._settings["not_offered"].items():
+            keys_by_reason[reason].append(key)
+        result.notes += [f"not offered ({', '.join(keys)}): {reason}" for reason, keys in keys_by_reason.items()]
+        return result
+
+
+def _time_and_wait(work: Callable[[], None]) -> float:
+    """Run ``work`` and return its duration in milliseconds. Waits afterwards, so that the machine becomes idle."""
+    _, elapsed = time_call(work)
+    time.sleep(_BETWEEN_SECONDS)
+    return elapsed
+
+
+def _watch(machine: VirtualMachine, windows: list[tuple[float, float]]) -> None:
+    """Take a snapshot while its source is pinged, append the start and the end, and remove the snapshot."""
+    time.sleep(_BETWEEN_SECONDS)
+    start = time.monotonic()
+    machine.snapshot()
+    windows.append((start, time.monotonic()))
+    time.sleep(_BETWEEN_SECONDS)
+    machine.remove_snapshot()

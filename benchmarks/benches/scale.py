@@ -1,0 +1,300 @@
+"""Measure the gateway with up to 10,000 snapshots: its start, requests, memory, and CPU use while nothing happens."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import time
+from collections import defaultdict
+from collections.abc import Callable, Iterator
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+from benchmarks.context import Context
+from benchmarks.measure import Result, Target
+from benchmarks.timers import time_call
+from sandbox_gateway.hosts import directory_records
+from sandbox_gateway.hosts.kvm_xfs.image import reflink
+from sandbox_gateway.hosts.kvm_xfs.image.layout import Instance, Layout
+from sandbox_gateway.records import Memory, Resources, Sandbox, SandboxState, Snapshot, SnapshotKind, now
+from tests.support import session
+from tests.support.gateway import Gateway
+from tests.support.xfs import LoopXfs
+
+_SIZES = (100, 300, 1_000, 3_000, 10_000)
+_QUICK_SIZES = (30, 100)
+_SNAPSHOTS_PER_SANDBOX = 5
+_PAGE = 100
+_XFS_MB = 4096
+_IDLE_SECONDS = 10.0
+_START_LIMIT_MS, _PAGE_LIMIT_MS, _MEMORY_LIMIT_BYTES = 2000, 20, 120 << 20
+_NOTE = (
+    "the records are written directly, beside reflinks of the same images. The snapshots form one chain, and every "
+    "fifth has a stopped sandbox. No machine runs. The floor of a start is the time to read and parse the same "
+    "manifests; the floor of a request is the request of a list that is empty"
+)
+_REQUESTS = {
+    "page": f"list page of {_PAGE} snapshots",
+    "show": "show a snapshot, by name",
+    "find": "list with the filter name",
+    "sandboxes": f"list page of {_PAGE} sandboxes",
+    "lineage": "whole lineage, as a list",
+    "metrics": "metrics",
+}
+
+
+class Scale:
+    name = "scale"
+    title = "100 to 10,000 snapshots"
+
+    def run(self, ctx: Context) -> Result:
+        sizes = _QUICK_SIZES if ctx.quick else _SIZES
+        starts, rounds = ctx.rounds(full=5, quick=2), ctx.rounds(full=30, quick=3)
+        result = Result(
+            self.name,
+            self.title,
+            {"snapshots": list(sizes), "per_sandbox": _SNAPSHOTS_PER_SANDBOX, "starts": starts, "rounds": rounds},
+            notes=[_NOTE],
+        )
+        directory = session.run_dir()
+        with (
+            LoopXfs(directory / "scale.xfs", directory / "scale", size_mb=_XFS_MB) as xfs,
+            ctx.steps("sizes", len(sizes)) as steps,
+        ):
+            gateway = Gateway(xfs.mount_point, {"log": {"level": "info", "format": "json"}})
+            records = _Records(Layout(gateway.state_root), xfs.mount_point / "images")
+            for size in sizes:
+                records.grow(size)
+                samples = _measure(gateway, records, starts=starts, rounds=rounds)
+                _add_measures(result, size, samples, is_largest=size == _SIZES[-1])
+                steps.advance()
+            gateway.client.close()
+        return result
+
+
+class _Records:
+    """The objects in a state root: a template, a chain of snapshots, and stopped sandboxes."""
+
+    def __init__(self, layout: Layout, images: Path) -> None:
+        self._layout = layout
+        self._images = images
+        self._start_time = now() - timedelta(days=30)
+        self.snapshots: list[str] = []
+        """Their ids, oldest first."""
+        self.unused: list[str] = []
+        """Ids of some snapshots from which no sandbox was made, and which are not the newest."""
+        self._created_snapshots = self._created_sandboxes = 0
+        layout.create()
+        self._create_images()
+        self._platform = {"accelerator": "tcg", "cpu_model": "max", "machine": "q35", "qemu_version": "7.2"}
+        self._template = Snapshot(
+            kind=SnapshotKind.TEMPLATE, names=["base"], memory=Memory.FULL, created_at=self._start_time
+        )
+        self._create_snapshot(self._template)
+
+    def _create_images(self) -> None:
+        self._images.mkdir(mode=0o700)
+        for name in ("kernel", "initrd", "device.state"):
+            (self._images / name).write_bytes(bytes(4096))
+        for name, size_mb in (("rootfs.img", Resources().disk_mb), ("memory.img", Resources().memory_mb)):
+            with (self._images / name).open("wb") as file:
+                file.write(b"x" * (1 << 20))
+                file.truncate(size_mb << 20)
+
+    def grow(self, count: int) -> None:
+        """Create snapshots and sandboxes until there are ``count`` snapshots."""
+        while len(self.snapshots) < count:
+            number = self._created_snapshots
+            self._created_snapshots += 1
+            created_at = self._start_time + timedelta(minutes=number + 1)
+            snapshot = Snapshot(
+                names=[f"snapshot-{number}"],
+                template_id=self._template.id,
+                parent=self.snapshots[-1] if self.snapshots else self._template.id,
+                origin=self._template.id,
+                memory=Memory.SOFT_DIRTY,
+                memory_bytes_written=1 << 20,
+                disk_bytes_unique=1 << 20,
+                pause_ms=10.5,
+                created_at=created_at,
+                updated_at=created_at,
+                host={
+                    "platform": self._platform,
+                    "phases_ms": {"stop": 1.5, "devices": 2.5, "disk": 2.5, "pages": 3.5, "continue": 0.5},
+                    "stops_ms": [10.5],
+                    "line": True,
+                },
+            )
+            self._create_snapshot(snapshot)
+            self.snapshots.append(snapshot.id)
+            if number % _SNAPSHOTS_PER_SANDBOX == 0:
+                self._create_sandbox(snapshot)
+            elif number % _SNAPSHOTS_PER_SANDBOX == 1 and len(self.snapshots) < count:
+                self.unused.append(snapshot.id)
+
+    def _create_snapshot(self, snapshot: Snapshot) -> None:
+        files = self._layout.snapshot(snapshot)
+        files.directory.mkdir(mode=0o700)
+        for path in (files.disk, files.memory, files.device_state):
+            reflink.clone(self._images / path.name, path)
+        for path in (files.kernel, files.initrd):
+            path.hardlink_to(self._images / path.name)
+        directory_records.write_record(files.directory, snapshot, durable=False)
+
+    def _create_sandbox(self, snapshot: Snapshot) -> None:
+        number = self._created_sandboxes
+        self._created_sandboxes += 1
+        sandbox = Sandbox(
+            name=f"sandbox-{number}",
+            state=SandboxState.PAUSED,
+            template_id=self._template.id,
+            forked_from=snapshot.id,
+            head=snapshot.id,
+            base=snapshot.id,
+            metadata={"team": f"team-{number % 10}"},
+            created_at=snapshot.created_at,
+            host={"slot": number, "pid": 0, "address": "10.0.0.1", "platform": self._platform},
+        )
+        directory = self._layout.sandbox(sandbox)
+        directory.mkdir(mode=0o711)
+        files = Instance(directory / sandbox.instance)
+        files.directory.mkdir(mode=0o711)
+        files.run.mkdir(mode=0o700)
+        reflink.clone(self._images / files.disk.name, files.disk)
+        for path in (files.kernel, files.initrd):
+            path.hardlink_to(self._images / path.name)
+        files.memory.hardlink_to(self._layout.snapshot(snapshot).memory)
+        directory_records.write_record(directory, sandbox, durable=False)
+
+    def pop_unused(self) -> str:
+        """Return the id of a snapshot in the middle of the chain, which the caller must delete; empty: none is left."""
+        if not self.unused:
+            return ""
+        id = self.unused.pop(len(self.unused) // 2)
+        self.snapshots.remove(id)
+        return id
+
+    def read_manifests(self) -> int:
+        """Read and parse all manifests without the gateway. Returns their number."""
+        manifests = [*self._layout.snapshots.glob("*/manifest.json"), *self._layout.sandboxes.glob("*/manifest.json")]
+        return len([json.loads(manifest.read_bytes()) for manifest in manifests])
+
+
+def _measure(gateway: Gateway, records: _Records, *, starts: int, rounds: int) -> dict[str, list[float]]:
+    samples: dict[str, list[float]] = defaultdict(list)
+    for number in range(starts):
+        _, elapsed = time_call(records.read_manifests)
+        samples["floor_start"].append(elapsed)
+        with _running(gateway) as pid:
+            samples["start"].append(_open_ms(gateway))
+            samples["memory"].append(_resident_bytes(pid))
+            if number == starts - 1:
+                _measure_requests(gateway, records, rounds, samples)
+                time.sleep(1)
+                samples["idle"].append(_idle_cpu_ms(pid))
+                samples["memory_used"].append(_resident_bytes(pid))
+    return samples
+
+
+@contextlib.contextmanager
+def _running(gateway: Gateway) -> Iterator[int]:
+    gateway.start()
+    try:
+        assert gateway.process
+        yield gateway.process.pid
+    finally:
+        if (code := gateway.stop()) != 0:
+            raise RuntimeError(f"the gateway exited with code {code}:\n{gateway.log_tail()}")
+
+
+def _open_ms(gateway: Gateway) -> float:
+    """Return how long the gateway took to open its host, scan it, and build its index, from its log."""
+    lines = [line for line in gateway.log_file.read_text().splitlines() if line.startswith("{")]
+    *_, last = (entry for entry in map(json.loads, lines) if entry["event"] == "open")
+    return float(last["ms"])
+
+
+def _measure_requests(gateway: Gateway, records: _Records, rounds: int, samples: dict[str, list[float]]) -> None:
+    newest = gateway.call("GET", f"/snapshots/{records.snapshots[-1]}")["names"][0]
+    # The page in the measurement does not start at the beginning of the list.
+    first = gateway.client.get("/snapshots", params={"limit": min(len(records.snapshots) // 2, 1000)})
+    token = first.headers["x-next-token"]
+    targets: dict[str, tuple[str, dict[str, Any]]] = {
+        "floor_request": ("/volumes", {}),
+        "page": ("/snapshots", {"limit": _PAGE, "nextToken": token}),
+        "show": (f"/snapshots/{newest}", {}),
+        "find": ("/snapshots", {"name": newest}),
+        "sandboxes": ("/sandboxes", {"limit": _PAGE}),
+        "lineage": ("/lineage", {"flat": True}),
+        "metrics": ("/metrics", {}),
+    }
+    for _ in range(rounds):
+        for key, (path, params) in targets.items():
+            response, elapsed = time_call(_request(gateway, "GET", path, params))
+            assert response.is_success, response.text
+            samples[key].append(elapsed)
+        # Each deletion gives the next snapshot of the chain a new parent.
+        if unused := records.pop_unused():
+            response, elapsed = time_call(_request(gateway, "DELETE", f"/snapshots/{unused}", {}))
+            assert response.status_code == 204, response.text
+            samples["delete"].append(elapsed)
+
+
+def _request(gateway: Gateway, method: str, path: str, params: dict[str, Any]) -> Callable[[], Any]:
+    return lambda: gateway.client.request(method, path, params=params)
+
+
+def _resident_bytes(pid: int) -> float:
+    return float(Path(f"/proc/{pid}/statm").read_text().split()[1]) * 4096
+
+
+def _idle_cpu_ms(pid: int) -> float:
+    """Return the CPU time in milliseconds that a process uses per second while nothing happens."""
+    start, start_time = _cpu_seconds(pid), time.monotonic()
+    time.sleep(_IDLE_SECONDS)
+    return (_cpu_seconds(pid) - start) / (time.monotonic() - start_time) * 1000
+
+
+def _cpu_seconds(pid: int) -> float:
+    # The clock ticks of /proc/PID/stat are too coarse; this file is in nanoseconds, per thread.
+    nanoseconds = sum(int((task / "schedstat").read_text().split()[0]) for task in Path(f"/proc/{pid}/task").iterdir())
+    return nanoseconds / 1e9
+
+
+def _add_measures(result: Result, size: int, samples: dict[str, list[float]], *, is_largest: bool) -> None:
+    """Add the measures of one size. Only the largest size has targets."""
+
+    def limit(value: float) -> Target | None:
+        return Target("p50", value) if is_largest else None
+
+    title = f"{size} snapshots: "
+    result.measure(f"floor_start_{size}", title + "read the manifests only", samples=samples["floor_start"])
+    result.measure(
+        f"start_{size}",
+        title + "open the host and build the index",
+        samples=samples["start"],
+        floor=f"floor_start_{size}",
+        target=limit(_START_LIMIT_MS),
+    )
+    result.measure(f"floor_request_{size}", title + "an empty list", samples=samples["floor_request"])
+    for key, text in _REQUESTS.items():
+        result.measure(
+            f"{key}_{size}",
+            title + text,
+            samples=samples[key],
+            floor=f"floor_request_{size}",
+            target=limit(_PAGE_LIMIT_MS) if key == "page" else None,
+        )
+    result.measure(f"delete_{size}", title + "delete one in the chain", samples=samples["delete"])
+    result.measure(f"idle_{size}", title + "idle CPU time per second", samples=samples["idle"])
+    result.measure(
+        f"memory_{size}",
+        title + "resident after the start",
+        "bytes",
+        samples=samples["memory"],
+        target=limit(_MEMORY_LIMIT_BYTES),
+    )
+    result.measure(
+        f"memory_used_{size}", title + "resident after the requests", "bytes", samples=samples["memory_used"]
+    )

@@ -1,0 +1,41 @@
+"""The order in which objects were created, kept sorted so that a list can start anywhere without sorting."""
+
+from __future__ import annotations
+
+from bisect import bisect_left, bisect_right, insort
+from collections.abc import Iterator
+from datetime import datetime
+
+Key = tuple[datetime, str]
+"""The time of creation and the id, by which all lists are sorted."""
+
+
+class CreationOrder:
+    """The keys of objects, oldest first. Adding the newest object takes constant time."""
+
+    def __init__(self) -> None:
+        self._keys: list[Key] = []
+
+    def __len__(self) -> int:
+        return len(self._keys)
+
+    def add(self, key: Key) -> None:
+        insort(self._keys, key)
+
+    def discard(self, key: Key) -> None:
+        position = bisect_left(self._keys, key)
+        if position < len(self._keys) and self._keys[position] == key:
+            del self._keys[position]
+
+    def walk(self, after: Key | None = None, *, backwards: bool = False) -> Iterator[Key]:
+        """Yield the keys after ``after``, oldest first, or newest first if ``backwards``.
+
+        The order must not change before the iterator is exhausted.
+        """
+        if backwards:
+            end = len(self._keys) if after is None else bisect_left(self._keys, after)
+            positions = range(end - 1, -1, -1)
+        else:
+            start = 0 if after is None else bisect_right(self._keys, after)
+            positions = range(start, len(self._keys))
+        return (self._keys[position] for position in positions)

@@ -1,0 +1,235 @@
+"""Store memory images on other file systems than the state root, and notice when these are not mounted.
+
+The gateway creates a directory with a random name in a memory root when it uses the root for the first time, and
+remembers the root. If the directory is missing later, the root is not mounted. The gateway then creates nothing in it,
+because this would fill the file system below the mount point.
+
+Nothing stays open, so a root can be unmounted unless a machine maps an image in it. Each use checks the root again.
+"""
+
+from __future__ import annotations
+
+import json
+import mmap
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+from pydantic import BaseModel, ValidationError
+
+from sandbox_gateway.config import explain
+from sandbox_gateway.errors import BackendFailed, Conflict
+from sandbox_gateway.hosts import directory_records
+from sandbox_gateway.hosts.base import MemoryDisk
+from sandbox_gateway.hosts.directory_records import PARTIAL, Quarantine
+from sandbox_gateway.hosts.kvm_xfs.image import held_images
+from sandbox_gateway.hosts.kvm_xfs.image.layout import Layout, MemoryDirectory, SnapshotFiles
+from sandbox_gateway.log import Logger
+from sandbox_gateway.records import Memory, Snapshot, new_id
+
+log = Logger("kvm_xfs")
+
+
+class _KnownRoots(BaseModel):
+    """The contents of `Layout.memory_roots`."""
+
+    gateway: str
+    """The name of this gateway's directory in each memory root."""
+    roots: list[Path]
+    """The roots that contained this directory at some time."""
+
+
+class MemoryRoots:
+    """Manages the memory images of one gateway. ``root`` is the configured memory root; None: there is none."""
+
+    def __init__(self, layout: Layout, root: Path | None) -> None:
+        self._layout = layout
+        self._root = root
+
+    def open(self) -> None:
+        """Use the configured root if it is mounted. Raises BackendFailed if the known roots cannot be read."""
+        self._read()
+        try:
+            self.directory_for_capture()
+        except Conflict as error:
+            log.warning("memory root not available", reason=error.message)
+
+    def directory_for_capture(self) -> MemoryDirectory | None:
+        """Return where to store the memory image of a new snapshot. None: in the directory of the snapshot.
+
+        Raises Conflict if the configured root is not available.
+        """
+        if self._root is None:
+            return None
+        known = self._read()
+        directory = MemoryDirectory(self._root, known.gateway)
+        if self._root not in known.roots:
+            self._start_using(directory, known)
+        elif problem := _find_problem(directory):
+            raise Conflict(
+                f"the memory root {self._root} is not available: {problem}. Mount it, or take a snapshot without memory"
+            )
+        return directory
+
+    def memory_problem(self, snapshot: Snapshot) -> str:
+        """Return why the memory of a snapshot cannot be restored now, as a clause, or "" if it can."""
+        memory_directory = MemoryDirectory.of_snapshot(snapshot)
+        if snapshot.memory is Memory.NONE or memory_directory is None:
+            return ""
+        if problem := _find_problem(memory_directory):
+            return problem
+        files = self._layout.snapshot(snapshot)
+        try:
+            if files.memory.stat().st_size >= snapshot.resources.memory_mb << 20:
+                return ""
+            return f"{files.memory} is too short"
+        except OSError as error:
+            return f"{files.memory}: {error.strerror}"
+
+    def require_memory(self, snapshot: Snapshot) -> None:
+        """Raise Conflict if the memory of a snapshot cannot be restored now."""
+        if problem := self.memory_problem(snapshot):
+            raise Conflict(
+                f"the memory of snapshot {snapshot.id} is not available: {problem}. Mount its memory root, or boot "
+                "from its disk: with a cold start (coldStart), or with memory: false to resume a paused sandbox"
+            )
+
+    def sweep(self, quarantine: Quarantine, repaired: list[str]) -> None:
+        """Remove images that belong to no snapshot and no machine. Adds a sentence for each to ``repaired``.
+
+        Skips roots that are not mounted. Keeps the images of objects in quarantine.
+        """
+        known = self._read()
+        held = {*self._held_files(quarantine)} if known.roots else set()
+        for root in known.roots:
+            directory = MemoryDirectory(root, known.gateway)
+            if _find_problem(directory):
+                continue
+            for id, image in directory.snapshot_images().items():
+                if not self._has_snapshot(id) and not quarantine.contains(id):
+                    image.unlink()
+                    repaired.append(f"removed the memory image {image}, which belonged to no snapshot")
+            for file in directory.machine_files():
+                if file not in held:
+                    held_images.remove_targets([file])
+                    repaired.append(f"removed the memory image {file}, which belonged to no machine")
+
+    def disk(self) -> MemoryDisk | None:
+        """Return the space on the file system of the configured root. None: images are stored in the state root."""
+        if self._root is None:
+            return None
+        try:
+            known = self._read()
+            if self._root in known.roots and (problem := _find_problem(MemoryDirectory(self._root, known.gateway))):
+                return MemoryDisk(str(self._root), problem=problem)
+            status = os.statvfs(self._root)
+        except OSError as error:
+            return MemoryDisk(str(self._root), problem=f"{self._root}: {error.strerror}")
+        return MemoryDisk(str(self._root), status.f_bavail * status.f_frsize, status.f_blocks * status.f_frsize)
+
+    def _has_snapshot(self, id: str) -> bool:
+        return any((parent / id).exists() for parent in (self._layout.templates, self._layout.snapshots))
+
+    def _held_files(self, quarantine: Quarantine) -> Iterator[Path]:
+        """Yield the files in memory roots that machines hold, including those of sandboxes in quarantine."""
+        for directory in [*self._layout.instances(), *quarantine.subdirectories()]:
+            yield from held_images.targets_below(directory)
+
+    def _start_using(self, directory: MemoryDirectory, known: _KnownRoots) -> None:
+        """Create the gateway's directory in the configured root. Raises Conflict if the root cannot be used."""
+        try:
+            problem = _find_problem_of_root(directory.root)
+            if not problem:
+                self._write(known)  # The name must not change if this is interrupted.
+                for path in (directory.directory, directory.snapshots, directory.machines):
+                    path.mkdir(mode=0o700, exist_ok=True)
+                _check_mapping(directory.directory / "probe")
+                directory_records.sync_directory(directory.directory)
+                directory_records.sync_directory(directory.root)
+        except OSError as error:
+            problem = f"{error.filename or directory.root}: {error.strerror}"
+        if problem:
+            raise Conflict(
+                f"the memory root {directory.root} cannot be used: {problem}. Create the directory on a mounted file "
+                "system, or change kvm_xfs.memory_root"
+            )
+        self._write(_KnownRoots(gateway=known.gateway, roots=[*known.roots, directory.root]))
+        log.info("uses a memory root", root=str(directory.root), directory=str(directory.directory))
+
+    def _read(self) -> _KnownRoots:
+        path = self._layout.memory_roots
+        try:
+            return _KnownRoots.model_validate_json(path.read_bytes())
+        except FileNotFoundError:
+            return _KnownRoots(gateway=new_id(), roots=[])
+        except (OSError, ValidationError) as error:
+            reason = explain(error) if isinstance(error, ValidationError) else error.strerror
+            raise BackendFailed(
+                f"{path} cannot be read ({reason}): restore it. If you remove it instead, the gateway uses new "
+                "directories in memory roots, and no longer removes unused images from the old ones"
+            ) from None
+
+    def _write(self, known: _KnownRoots) -> None:
+        path = self._layout.memory_roots
+        temporary_file = path.with_name(PARTIAL + path.name)
+        with temporary_file.open("w") as file:
+            os.fchmod(file.fileno(), 0o600)
+            file.write(json.dumps(known.model_dump(mode="json")))
+            file.flush()
+            os.fsync(file.fileno())
+        temporary_file.rename(path)
+        directory_records.sync_directory(path.parent)
+
+
+def require_held_image(link: Path) -> None:
+    """Raise Conflict if the image that a running machine was started from is in a memory root that is not mounted."""
+    if link.is_symlink() and not link.exists():
+        raise Conflict(
+            f"the memory image of the running machine is not available: {link.readlink()} does not exist. Mount its "
+            "memory root, or take a snapshot without memory"
+        )
+
+
+def sync_image_directory(files: SnapshotFiles) -> None:
+    """Make the name of a snapshot's memory image durable, if the image is in a memory root that is mounted."""
+    if files.memory_directory is not None and files.memory.exists():
+        directory_records.sync_directory(files.memory.parent)
+
+
+def _find_problem(directory: MemoryDirectory) -> str:
+    """Return why a gateway's directory in a memory root cannot be used, as a clause, or "" if it can."""
+    try:
+        if problem := _find_problem_of_root(directory.root):
+            return problem
+        if not directory.snapshots.is_dir():
+            return f"{directory.root} is not mounted, because {directory.directory} does not exist"
+    except OSError as error:
+        return f"{error.filename or directory.root}: {error.strerror}"
+    return ""
+
+
+def _find_problem_of_root(root: Path) -> str:
+    if not root.is_dir():
+        return f"the directory {root} does not exist"
+    status = root.stat()
+    if status.st_uid not in (0, os.geteuid()) or status.st_mode & 0o022:
+        return f"users other than root can write to {root} (allow only root, for example with mode 0700)"
+    return ""
+
+
+def _check_mapping(path: Path) -> None:
+    """Check that the kernel reports mappings of files by the same device as stat(). Captures depend on this.
+
+    Raises OSError.
+    """
+    try:
+        with path.open("w+b") as file:
+            file.truncate(mmap.PAGESIZE)
+            status = os.fstat(file.fileno())
+            with mmap.mmap(file.fileno(), mmap.PAGESIZE, mmap.MAP_PRIVATE, mmap.PROT_READ | mmap.PROT_WRITE):
+                maps = Path("/proc/self/maps").read_text()
+    finally:
+        path.unlink(missing_ok=True)
+    device = f"{os.major(status.st_dev):02x}:{os.minor(status.st_dev):02x}"
+    if not any(line.split()[3:5] == [device, str(status.st_ino)] for line in maps.splitlines()):
+        raise OSError(None, "the kernel reports mappings of its files with another device (use XFS or ext4)", str(path))

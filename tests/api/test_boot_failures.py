@@ -1,0 +1,104 @@
+"""A boot that fails shows the end of the guest's console: in the error, on the command line and in modules' results."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import httpx
+import pytest
+from ansible_collections.grove.sandbox.plugins.module_utils import _fork, _sandbox, _template
+from ansible_collections.grove.sandbox.plugins.module_utils._client import Client
+from ansible_collections.grove.sandbox.plugins.module_utils._run import run
+
+from sandbox_gateway.cli.failure import failure_from_response
+from sandbox_gateway.engine.boot_failure import MAX_LINE_LENGTH, MAX_LINES, last_lines
+from tests.api.memory_gateway import MemoryGateway
+from tests.api.test_sandboxes import create_sandbox
+
+CONSOLE = "Loading\r\n\x1b[31m[    1.1] EXT4-fs error\x1b[0m\r\n\r\nKernel panic: no init found\r\n"
+LINES = ["Loading", "[    1.1] EXT4-fs error", "Kernel panic: no init found"]
+COLD = {"coldStart": True}
+
+
+@pytest.fixture
+def broken_host(memory_gateway: MemoryGateway) -> Iterator[Any]:
+    yield memory_gateway.host
+    memory_gateway.host.dead_console = None
+
+
+def test_the_error_contains_the_end_of_the_console(api: httpx.Client, broken_host: Any) -> None:
+    broken_host.dead_console = CONSOLE
+    response = api.post("/sandboxes", json={"templateID": "base", "name": "one", **COLD})
+    error = response.json()
+    assert response.status_code == 500 and error["kind"] == "backend_failed"
+    assert error["details"] == {"console": LINES}
+    end = "\n  ".join(["The end of its console:", *LINES])
+    assert error["message"].startswith("the sandbox did not start: its machine ended.") and error["message"].endswith(
+        end
+    )
+    assert api.get("/sandboxes").json() == [] and broken_host.machines == {}
+    assert end in failure_from_response(500, error).message
+
+
+def test_a_resume_from_the_disk_shows_it_too(api: httpx.Client, broken_host: Any) -> None:
+    create_sandbox(api, name="one")
+    assert api.post("/sandboxes/one/pause", json={"memory": False}).status_code == 204
+    broken_host.dead_console = CONSOLE
+    assert api.post("/sandboxes/one/resume").json()["details"] == {"console": LINES}
+    broken_host.dead_console = None
+    assert api.post("/sandboxes/one/resume").status_code == 201
+
+
+def test_a_fork_with_memory_shows_none_because_it_did_not_boot(api: httpx.Client, broken_host: Any) -> None:
+    broken_host.dead_console = CONSOLE
+    error = api.post("/sandboxes", json={"templateID": "base"}).json()
+    assert "did not start" in error["message"] and "console" not in error["message"] and "details" not in error
+
+
+def test_without_output_the_error_does_not_mention_the_console(api: httpx.Client, broken_host: Any) -> None:
+    broken_host.dead_console = "\r\n \x1b[0m\n"
+    error = api.post("/sandboxes", json={"templateID": "base", **COLD}).json()
+    assert "did not start" in error["message"] and "console" not in error["message"] and "details" not in error
+
+
+def test_each_failed_fork_shows_it(api: httpx.Client, broken_host: Any) -> None:
+    broken_host.dead_console = CONSOLE
+    forks = api.post("/snapshots/base/fork", json={"count": 2, "atomic": False, **COLD}).json()
+    assert forks["sandboxes"] == []
+    assert ["no init found" in error["message"] for error in forks["errors"]] == [True, True]
+
+
+def test_the_log_of_a_build_contains_its_lines(api: httpx.Client, broken_host: Any) -> None:
+    broken_host.dead_console = CONSOLE
+    build = api.post("/templates", json={"name": "broken"}).json()
+    route = f"/templates/{build['templateID']}/builds/{build['buildID']}"
+    with api.stream("GET", f"{route}/logs", params={"follow": "true"}) as response:
+        lines = list(response.iter_lines())
+    assert [line.strip() for line in lines[-3:]] == LINES
+    assert "no init found" in api.get(f"{route}/status").json()["reason"]
+
+
+@pytest.mark.parametrize(
+    ("kind", "options"),
+    [
+        (_sandbox, {"name": ["one"], "template": "base", "cold_start": True}),
+        (_fork, {"snapshot": "base", "names": ["a", "b"], "cold_start": True}),
+        (_template, {"name": ["unbootable"], "wait": True, "wait_timeout": 60}),
+    ],
+)
+def test_modules_show_it(memory_gateway: MemoryGateway, broken_host: Any, kind: Any, options: dict[str, Any]) -> None:
+    broken_host.dead_console = CONSOLE
+    defaults = {name: option.get("default") for name, option in kind.ARGUMENTS.items()}
+    result = run(kind, {**defaults, **options}, check=False, client=Client(memory_gateway.unix_url))
+    assert result["failed"] and not result["changed"] and result["failure"]["kind"] == "backend_failed"
+    assert "did not start" in result["msg"] and all(f"\n  {line}" in result["msg"] for line in LINES), result["msg"]
+
+
+def test_a_guest_cannot_make_the_error_long_or_control_terminals() -> None:
+    console = "".join(f"line {number} {'x' * 1000}\x1b]0;title\x07\u202e\n" for number in range(10_000))
+    lines = last_lines(console)
+    assert len(lines) == MAX_LINES and max(map(len, lines)) == MAX_LINE_LENGTH
+    assert {*"".join(lines)} <= {*"line 0123456789x"}
+    assert last_lines("y" * 1_000_000) == ["y" * MAX_LINE_LENGTH]
+    assert last_lines("") == []

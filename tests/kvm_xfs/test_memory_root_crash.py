@@ -1,0 +1,71 @@
+"""After the gateway is killed during an operation with a memory root, no image is missing and none is left over.
+
+`tests.engine.test_engine_crash` describes the method.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from sandbox_gateway.config import Config
+from sandbox_gateway.engine.engine import Engine
+from sandbox_gateway.hosts.base import Host
+from tests.engine.test_engine_crash import Scenario, check, kill_at_each_step, prepare, restore
+from tests.support.worlds import KvmXfsWorld
+from tests.support.xfs import LoopXfs
+
+OPERATIONS = ("fork", "claim", "capture", "clone", "rollback", "pause", "resume", "kill", "delete")
+
+
+class MemoryRootWorld:
+    """A KVM/XFS host whose gateways use a memory root."""
+
+    def __init__(self, world: KvmXfsWorld, root: Path) -> None:
+        self._world = world
+        self._root = root
+        self.kind, self.abilities = world.kind, world.abilities
+        self.factory, self.halt_command = world.factory, world.halt_command
+
+    def config(self, **sections: Any) -> Config:
+        return self._world.config(kvm_xfs={"memory_root": self._root}, **sections)
+
+    def host(self, config: Config) -> Host:
+        return self._world.host(config)
+
+    def forget(self, config: Config) -> None:
+        self._world.forget(config)
+
+    def check_no_strays(self, engine: Engine, config: Config, when: str) -> None:
+        """Check the host, and that the memory root has exactly the images that snapshots and machines refer to."""
+        self._world.check_no_strays(engine, config, when)
+        images = {path for path in self._root.rglob("*") if path.is_file()}
+        snapshot_images = {
+            Path(engine.host.files_of(each)["memory"])
+            for each in engine.index.snapshots.values()
+            if "memory" in each.host
+        }
+        links = [path for path in (config.host.state_root / "sandboxes").glob("*/*/memory.*") if path.is_symlink()]
+        assert images == snapshot_images | {path.readlink() for path in links}, when
+        assert all(engine.host.memory_problem(each) == "" for each in engine.index.snapshots.values()), when
+
+
+@pytest.fixture(scope="module", params=[True, False], ids=["reflink", "no-reflink"])
+def scenario(
+    request: pytest.FixtureRequest,
+    kvm_xfs_world: KvmXfsWorld,
+    tmp_path_factory: pytest.TempPathFactory,
+) -> Iterator[Scenario]:
+    directory = tmp_path_factory.mktemp("memory-root")
+    with LoopXfs(directory / "image", directory / "root", size_mb=3072, reflink=request.param) as xfs:
+        scenario = Scenario(MemoryRootWorld(kvm_xfs_world, xfs.mount_point), prepare)  # type: ignore[arg-type]
+        yield scenario
+        scenario.close()
+
+
+@pytest.mark.parametrize("operation", OPERATIONS)
+def test_a_killed_operation_leaves_no_image_and_loses_none(operation: str, scenario: Scenario, tmp_path: Path) -> None:
+    kill_at_each_step(operation, scenario, tmp_path / "output", check, restore)

@@ -1,0 +1,461 @@
+"""Test memory images in a memory root: where they are, when they are unavailable, and which of them a scan removes.
+
+The roots are directories. A root that is renamed stands for one that is not mounted.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import tracemalloc
+from pathlib import Path
+
+import pytest
+
+from sandbox_gateway.errors import BackendFailed, Conflict
+from sandbox_gateway.hosts.directory_records import Quarantine
+from sandbox_gateway.hosts.kvm_xfs.image import held_images, instances, memory_roots, reflink
+from sandbox_gateway.hosts.kvm_xfs.image.layout import Instance, Layout, MemoryDirectory
+from sandbox_gateway.hosts.kvm_xfs.image.memory_roots import MemoryRoots
+from sandbox_gateway.hosts.kvm_xfs.image.snapshots import Snapshots
+from sandbox_gateway.records import Memory, Resources, Sandbox, Snapshot, SnapshotKind
+
+MIB = 1 << 20
+
+
+@pytest.fixture(autouse=True)
+def _without_extents(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let disks be on file systems that do not list extents, such as tmpfs."""
+    monkeypatch.setattr(reflink, "unique_bytes", lambda path: 0)
+
+
+@pytest.fixture
+def root(tmp_path: Path) -> Path:
+    """A memory root."""
+    root = tmp_path / "memory"
+    root.mkdir(mode=0o700)
+    return root
+
+
+@pytest.fixture
+def layout(tmp_path: Path) -> Layout:
+    layout = Layout(tmp_path / "state")
+    layout.create()
+    return layout
+
+
+class Store:
+    """The snapshots and memory roots of one gateway."""
+
+    def __init__(self, layout: Layout, root: Path | None) -> None:
+        self.layout = layout
+        self.roots = MemoryRoots(layout, root)
+        self.quarantine = Quarantine(layout.root)
+        self.snapshots = Snapshots(layout, self.quarantine)
+
+    def capture(self, kind: SnapshotKind = SnapshotKind.SNAPSHOT, *, commit: bool = True) -> Snapshot:
+        """Create the files of a snapshot with memory."""
+        snapshot = Snapshot(kind=kind, memory=Memory.FULL, resources=Resources(memory_mb=64))
+        if directory := self.roots.directory_for_capture():
+            directory.record_in(snapshot)
+        files = self.snapshots.partial_files(snapshot)
+        files.directory.mkdir()
+        for path in (files.disk, files.kernel, files.initrd, files.device_state):
+            path.write_bytes(b"x")
+        files.memory.write_bytes(b"memory")
+        os.truncate(files.memory, 64 * MIB)
+        if commit:
+            self.snapshots.commit(snapshot)
+        return snapshot
+
+    def fork(self, snapshot: Snapshot) -> Instance:
+        """Create the memory file of a machine that is forked from a snapshot."""
+        sandbox = Sandbox(name="fork")
+        files = self.layout.instance(sandbox)
+        files.directory.mkdir(parents=True)
+        source = self.snapshots.files(snapshot)
+        held_images.hold(source.memory, files.memory, source.memory_directory)
+        return files
+
+    def scan(self) -> tuple[list[str], list[str]]:
+        """Return the ids of the snapshots, and what was repaired."""
+        repaired: list[str] = []
+        ids = [snapshot.id for snapshot in self.snapshots.scan(repaired)]
+        self.roots.sweep(self.quarantine, repaired)
+        return ids, repaired
+
+
+@pytest.fixture
+def store(layout: Layout, root: Path) -> Store:
+    store = Store(layout, root)
+    store.roots.open()
+    return store
+
+
+def unmount(root: Path) -> None:
+    """Leave an empty mount point."""
+    root.rename(root.with_name("unmounted"))
+    root.mkdir(mode=0o700)
+
+
+def mount(root: Path) -> None:
+    root.rmdir()
+    root.with_name("unmounted").rename(root)
+
+
+def images_in(root: Path) -> list[str]:
+    return sorted(str(path.relative_to(root)) for path in root.rglob("*") if path.is_file())
+
+
+def test_the_record_of_a_snapshot_says_where_its_memory_is(store: Store, root: Path) -> None:
+    snapshot = store.capture()
+    manifest = json.loads((store.snapshots.files(snapshot).directory / "manifest.json").read_text())
+    location = manifest["host"]["memory"]
+    assert location["root"] == str(root)
+    assert images_in(root) == [f"{location['gateway']}/snapshots/{snapshot.id}.img"]
+    assert store.snapshots.files_of(snapshot)["memory"] == str(root / images_in(root)[0])
+    assert not (store.snapshots.files(snapshot).directory / "memory.img").exists()
+    assert store.scan() == ([snapshot.id], [])
+
+
+def test_without_a_memory_root_the_image_is_in_the_directory_of_the_snapshot(layout: Layout) -> None:
+    store = Store(layout, None)
+    store.roots.open()
+    snapshot = store.capture()
+    assert (store.snapshots.files(snapshot).directory / "memory.img").exists()
+    assert store.roots.memory_problem(snapshot) == "" and not layout.memory_roots.exists()
+
+
+def test_memory_in_a_root_that_is_not_mounted_is_unavailable_until_it_is_mounted(store: Store, root: Path) -> None:
+    snapshot = store.capture()
+    assert store.roots.memory_problem(snapshot) == ""
+    unmount(root)
+    assert f"{root} is not mounted" in store.roots.memory_problem(snapshot)
+    with pytest.raises(Conflict, match=rf"snapshot {snapshot.id} is not available: .*not mounted.*cold start"):
+        store.roots.require_memory(snapshot)
+    mount(root)
+    assert store.roots.memory_problem(snapshot) == ""
+    store.roots.require_memory(snapshot)
+
+
+def test_a_missing_directory_makes_memory_unavailable(store: Store, root: Path) -> None:
+    snapshot = store.capture()
+    root.rename(root.with_name("unmounted"))
+    assert f"the directory {root} does not exist" in store.roots.memory_problem(snapshot)
+
+
+def test_a_missing_or_short_image_makes_memory_unavailable(store: Store) -> None:
+    snapshot = store.capture()
+    image = store.snapshots.files(snapshot).memory
+    os.truncate(image, MIB)
+    assert store.roots.memory_problem(snapshot) == f"{image} is too short"
+    image.unlink()
+    assert store.roots.memory_problem(snapshot) == f"{image}: No such file or directory"
+    assert store.scan() == ([snapshot.id], []), "it is not damaged"
+
+
+def test_snapshots_of_an_unmounted_root_are_neither_quarantined_nor_removed(store: Store, root: Path) -> None:
+    snapshot = store.capture()
+    unmount(root)
+    assert store.scan() == ([snapshot.id], [])
+    assert not (store.layout.root / ".damaged").exists()
+    mount(root)
+    assert store.scan() == ([snapshot.id], []) and store.roots.memory_problem(snapshot) == ""
+
+
+def test_a_transient_snapshot_of_an_unmounted_root_survives_a_restart_of_the_gateway(store: Store, root: Path) -> None:
+    snapshot = store.capture(SnapshotKind.TRANSIENT)
+    unmount(root)
+    assert store.scan() == ([snapshot.id], [])
+
+
+def test_captures_are_refused_and_nothing_is_created_while_the_root_is_not_mounted(
+    store: Store, layout: Layout, root: Path
+) -> None:
+    unmount(root)
+    with pytest.raises(Conflict, match=rf"the memory root {root} is not available: .*Mount it"):
+        store.capture()
+    restarted = Store(layout, root)
+    restarted.roots.open()
+    assert list(root.iterdir()) == []
+    mount(root)
+    assert restarted.roots.directory_for_capture() is not None
+
+
+def test_a_root_that_does_not_exist_yet_is_used_once_it_exists(layout: Layout, tmp_path: Path) -> None:
+    store = Store(layout, tmp_path / "later")
+    store.roots.open()
+    with pytest.raises(Conflict, match="does not exist"):
+        store.capture()
+    assert not (tmp_path / "later").exists(), "the gateway does not create the root"
+    (tmp_path / "later").mkdir(mode=0o700)
+    assert store.roots.memory_problem(store.capture()) == ""
+
+
+def test_a_root_that_others_can_write_to_is_refused(layout: Layout, root: Path) -> None:
+    root.chmod(0o1777)
+    with pytest.raises(Conflict, match="users other than root can write"):
+        Store(layout, root).capture()
+    assert list(root.iterdir()) == []
+
+
+def test_a_file_system_that_reports_mappings_by_another_device_is_refused(
+    layout: Layout, root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(os, "major", lambda device: 4095)
+    with pytest.raises(Conflict, match="reports mappings of its files with another device"):
+        Store(layout, root).capture()
+
+
+def test_after_a_change_of_the_key_old_snapshots_stay_where_they_are(
+    store: Store, layout: Layout, tmp_path: Path, root: Path
+) -> None:
+    old = store.capture()
+    other_root = tmp_path / "other"
+    other_root.mkdir(mode=0o700)
+    changed = Store(layout, other_root)
+    new = changed.capture()
+    inside = Store(layout, None)
+    newest = inside.capture()
+    for each in (store, changed, inside):
+        assert sorted(each.scan()[0]) == sorted([old.id, new.id, newest.id])
+        assert [each.roots.memory_problem(snapshot) for snapshot in (old, new, newest)] == ["", "", ""]
+    parents = [inside.snapshots.files(each).memory.parents[2] for each in (old, new)]
+    assert parents == [root, other_root]
+
+
+def test_removal_removes_the_record_and_the_image(store: Store, root: Path) -> None:
+    snapshot = store.capture()
+    store.snapshots.remove(snapshot)
+    assert images_in(root) == [] and store.scan() == ([], [])
+
+
+def test_the_image_of_a_snapshot_that_was_removed_while_the_root_was_not_mounted_is_swept(
+    store: Store, root: Path
+) -> None:
+    snapshot = store.capture()
+    unmount(root)
+    store.snapshots.remove(snapshot)
+    assert store.scan() == ([], [])
+    mount(root)
+    ids, repaired = store.scan()
+    assert ids == [] and images_in(root) == []
+    assert len(repaired) == 1 and "belonged to no snapshot" in repaired[0]
+
+
+@pytest.mark.parametrize("is_committed", [True, False])
+def test_undo_removes_the_image(store: Store, root: Path, is_committed: bool) -> None:
+    store.snapshots.undo(store.capture(commit=is_committed))
+    assert images_in(root) == []
+
+
+def test_the_image_of_a_snapshot_that_was_never_committed_is_swept(store: Store, root: Path) -> None:
+    kept = store.capture()
+    store.capture(commit=False)
+    ids, repaired = store.scan()
+    assert ids == [kept.id] and len(repaired) == 1
+    assert images_in(root) == [str(store.snapshots.files(kept).memory.relative_to(root))]
+
+
+def test_the_image_of_a_quarantined_snapshot_is_kept(store: Store, root: Path) -> None:
+    snapshot = store.capture()
+    (store.snapshots.files(snapshot).directory / "manifest.json").write_text("{")
+    ids, repaired = store.scan()
+    assert ids == [] and len(repaired) == 1 and "is damaged" in repaired[0]
+    assert len(images_in(root)) == 1
+    assert store.scan() == ([], []) and len(images_in(root)) == 1
+
+
+@pytest.mark.parametrize("location", ["/memory", {"root": "/memory"}, {"root": 3, "gateway": "a"}])
+def test_a_snapshot_with_an_invalid_location_is_quarantined(store: Store, location: object) -> None:
+    manifest_path = store.snapshots.files(store.capture()).directory / "manifest.json"
+    manifest = json.loads(manifest_path.read_text())
+    manifest["host"]["memory"] = location
+    manifest_path.write_text(json.dumps(manifest))
+    ids, repaired = store.scan()
+    assert ids == [] and "host.memory" in repaired[0]
+
+
+def test_the_files_of_another_gateway_are_kept(store: Store, tmp_path: Path, root: Path) -> None:
+    other_layout = Layout(tmp_path / "other-state")
+    other_layout.create()
+    other = Store(other_layout, root)
+    other.capture()
+    assert store.scan() == ([], []) and len(images_in(root)) == 1
+
+
+# -- machines ----------------------------------------------------------------------------------------------------------
+
+
+def test_a_machine_holds_its_image_after_the_snapshot_was_removed(store: Store, root: Path) -> None:
+    snapshot = store.capture()
+    files = store.fork(snapshot)
+    assert files.memory.samefile(store.snapshots.files(snapshot).memory)
+    store.snapshots.remove(snapshot)
+    assert files.memory.read_bytes()[:6] == b"memory"
+    assert store.scan() == ([], [])
+    instances.remove(files)
+    assert images_in(root) == [] and not files.directory.parent.exists()
+
+
+def test_removing_a_sandbox_releases_its_images(store: Store, root: Path) -> None:
+    snapshot = store.capture()
+    files = store.fork(snapshot)
+    held_images.hold(files.memory, files.last_memory, store.snapshots.files(snapshot).memory_directory)
+    assert len(images_in(root)) == 3
+    instances.remove_all(files.directory.parent)
+    instances.remove_all(files.directory.parent)
+    assert len(images_in(root)) == 1 and store.scan() == ([snapshot.id], [])
+
+
+def test_the_image_of_a_machine_that_does_not_exist_is_swept(store: Store, root: Path) -> None:
+    snapshot = store.capture()
+    files, kept = store.fork(snapshot), store.fork(snapshot)
+    files.memory.unlink()
+    _, repaired = store.scan()
+    assert len(repaired) == 1 and "belonged to no machine" in repaired[0]
+    assert len(images_in(root)) == 2 and kept.memory.exists()
+
+
+def test_the_image_of_a_machine_in_quarantine_is_kept(store: Store, root: Path) -> None:
+    files = store.fork(store.capture())
+    store.quarantine.move(files.directory.parent)
+    assert store.scan()[1] == [] and len(images_in(root)) == 2
+
+
+def test_no_image_of_a_machine_is_swept_while_its_root_is_not_mounted(store: Store, root: Path) -> None:
+    files = store.fork(store.capture())
+    unmount(root)
+    assert files.memory.is_symlink() and not files.memory.exists()
+    with pytest.raises(Conflict, match=r"image of the running machine is not available.*Mount"):
+        memory_roots.require_held_image(files.memory)
+    assert store.scan()[1] == []
+    mount(root)
+    memory_roots.require_held_image(files.memory)
+    assert store.scan()[1] == [] and files.memory.exists()
+
+
+def test_a_newer_image_replaces_the_held_one_even_in_another_root(store: Store, tmp_path: Path, root: Path) -> None:
+    snapshot = store.capture()
+    files = store.fork(snapshot)
+    other = MemoryDirectory(tmp_path / "other", "gateway")
+    for path in (other.snapshots, other.machines):
+        path.mkdir(parents=True)
+    directory = store.snapshots.files(snapshot).memory_directory
+    assert directory is not None
+    for number, where in enumerate((None, directory, directory, other, None)):
+        image = (files.directory if where is None else where.snapshots) / f"image-{number}"
+        image.write_text(str(number))
+        held_images.hold(image, files.last_memory, where)
+        image.unlink()
+        assert files.last_memory.read_text() == str(number)
+    assert not files.last_memory.is_symlink()
+    assert [path.name for path in directory.machine_files()] == ["memory.base"]
+    assert other.machine_files() == [] and list(other.machines.iterdir()) == []
+
+
+def test_a_machine_that_boots_uses_neither_the_root_nor_images_of_a_former_machine(store: Store, root: Path) -> None:
+    snapshot = store.capture()
+    files = store.fork(snapshot)
+    held_images.hold(files.memory, files.last_memory, store.snapshots.files(snapshot).memory_directory)
+    files.last_memory_check.write_text("{}")
+    files.taken_marker.touch()
+    instances.create_memory_file(files, 64)
+    assert sorted(path.name for path in files.directory.iterdir()) == ["memory.base"]
+    assert files.memory.stat().st_size == 64 * MIB and files.memory.stat().st_blocks == 0
+    assert len(images_in(root)) == 1
+
+
+def test_a_machine_boots_while_the_root_is_not_mounted(store: Store, root: Path) -> None:
+    files = store.fork(store.capture())
+    unmount(root)
+    instances.create_memory_file(files, 64)
+    assert files.memory.stat().st_size == 64 * MIB
+    mount(root)
+    assert "belonged to no machine" in store.scan()[1][0]
+
+
+# -- space and the file of known roots ---------------------------------------------------------------------------------
+
+
+def test_disk_reports_the_space_of_the_root_or_the_problem(store: Store, layout: Layout, root: Path) -> None:
+    disk = store.roots.disk()
+    assert disk is not None and disk.path == str(root) and 0 < disk.free <= disk.total and disk.problem == ""
+    unmount(root)
+    disk = store.roots.disk()
+    assert disk is not None and disk.total == 0 and "not mounted" in disk.problem
+    assert Store(layout, None).roots.disk() is None
+
+
+def test_a_damaged_list_of_roots_is_reported(layout: Layout, root: Path) -> None:
+    layout.memory_roots.write_text("{}")
+    with pytest.raises(BackendFailed, match=r"memory-roots\.json cannot be read .*restore it"):
+        Store(layout, root).roots.open()
+
+
+def test_the_gateway_keeps_its_directory_when_it_is_restarted(store: Store, layout: Layout, root: Path) -> None:
+    before = store.roots.directory_for_capture()
+    after = Store(layout, root).roots.directory_for_capture()
+    assert before is not None and after is not None and before.directory == after.directory
+    assert before.directory.stat().st_mode & 0o777 == 0o700
+    assert layout.memory_roots.stat().st_mode & 0o777 == 0o600
+    assert [path.name for path in root.iterdir()] == [before.gateway]
+
+
+# -- copying -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def without_sharing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Make every file system refuse to share extents."""
+    monkeypatch.setattr(reflink, "_FICLONE", 0)
+
+
+def write_sparse(path: Path, pieces: dict[int, bytes], size: int) -> Path:
+    with path.open("wb") as file:
+        for offset, data in pieces.items():
+            file.seek(offset)
+            file.write(data)
+        file.truncate(size)
+    return path
+
+
+@pytest.mark.usefixtures("without_sharing")
+@pytest.mark.parametrize(
+    "pieces",
+    [
+        {},
+        {0: b"start"},
+        {63 * MIB: b"\1" * MIB},
+        {0: b"a" * 5000, 3 * MIB: b"b" * (9 * MIB + 17), 40 * MIB + 4096: b"c" * 4096},
+    ],
+)
+def test_a_copy_is_equal_and_its_holes_remain_holes(tmp_path: Path, pieces: dict[int, bytes]) -> None:
+    source = write_sparse(tmp_path / "source", pieces, 64 * MIB)
+    reflink.clone_or_copy(source, tmp_path / "target")
+    target = tmp_path / "target"
+    assert target.read_bytes() == source.read_bytes()
+    assert target.stat().st_blocks <= source.stat().st_blocks
+
+
+@pytest.mark.usefixtures("without_sharing")
+def test_a_failed_copy_leaves_no_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(source: int, target: int) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(reflink, "_copy_data", fail)
+    source = write_sparse(tmp_path / "source", {0: b"x"}, MIB)
+    with pytest.raises(OSError, match="No space"):
+        reflink.clone_or_copy(source, tmp_path / "target")
+    assert not (tmp_path / "target").exists()
+
+
+@pytest.mark.usefixtures("without_sharing")
+def test_a_copy_uses_little_memory(tmp_path: Path) -> None:
+    source = write_sparse(tmp_path / "source", {0: b"\1" * (48 * MIB)}, 64 * MIB)
+    tracemalloc.start()
+    try:
+        reflink.clone_or_copy(source, tmp_path / "target")
+        assert tracemalloc.get_traced_memory()[1] < 8 * MIB
+    finally:
+        tracemalloc.stop()
